@@ -1,0 +1,50 @@
+# The two commands of the README: `make demo` and `make test`. Everything else is listed by `make help`.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PROMPT ?= The capital of France is
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint nightly exactness lock clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# A stamp per set of requirements, so that an environment is made once and remade when they change.
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Jubako needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: requirements/runtime.txt pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	touch $@
+
+demo: $(VENV)/.runtime  ## install, then generate a text with the default model and print its speed
+	$(BIN)/jubako generate "$(PROMPT)" --max-tokens 64 --temperature 0
+
+test: $(VENV)/.dev lint  ## install, then run every check and test that CI runs
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev  ## ruff, mypy and the floors of the house
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+nightly: $(VENV)/.dev  ## the state machines and fuzzers at full size (hours)
+	JUBAKO_NIGHTLY=1 $(BIN)/python -m pytest --timeout=0
+
+exactness: $(VENV)/.dev  ## every model, cache and scheduler mode against transformers
+	JUBAKO_EXACTNESS=full $(BIN)/python -m pytest tests/exactness --timeout=0
+
+lock:  ## write requirements/*.txt anew from pyproject.toml and requirements/dev.in
+	$(PYTHON) requirements/lock.py
+
+clean:  ## remove the environment and what the tools left
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,25 @@
+"""Where does the model compute?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jubako.config.options import check_types, option
+from jubako.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """The device and its threads."""
+
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Where to compute. auto: a CUDA device if PyTorch finds one, else the CPU."
+    )
+    num_threads: int | None = option(None, "Threads that compute (default: one per core).")
+    kernels: Literal["auto", "reference"] = option("auto", "Which implementation of the kernels.")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ConfigError(f"num_threads={self.num_threads} must be at least 1.", "num_threads")

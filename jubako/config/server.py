@@ -1,0 +1,40 @@
+"""How does the HTTP server listen, whom does it let in, and how much does it take?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jubako.config.options import check_types, option
+from jubako.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP server."""
+
+    host: str = option(
+        "127.0.0.1", "Interface to listen on. Others than loopback open the server to the network."
+    )
+    port: int = option(8000, "TCP port; 0 picks a free one.")
+    api_key: str | None = option(None, "Key that clients must send as a bearer token.")
+    chat_template: str | None = option(None, "Jinja file that replaces the model's chat template.")
+    max_body_bytes: int = option(16 * 1024 * 1024, "Largest request body that is read.")
+    max_queued_requests: int = option(1024, "Most requests in flight; more are answered with 429.")
+    max_queued_tokens: int = option(
+        4 * 1024 * 1024, "Most prompt tokens in flight; more are answered with 429."
+    )
+    drain_timeout: float = option(
+        30.0, "Seconds that open requests may take to finish after SIGTERM."
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port} must be 0 to 65535.", "port")
+        for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", name)
+        if self.drain_timeout < 0:
+            raise ConfigError(
+                f"drain_timeout={self.drain_timeout} must be at least 0.", "drain_timeout"
+            )
