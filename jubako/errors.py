@@ -1,7 +1,7 @@
 """Which errors does Jubako raise, and how does each look over HTTP?
 
-Every error that a user can cause is a `JubakoError` with a `code`: one word that the HTTP layer puts
-into OpenAI's error shape. `ERROR_TABLE` gives each word its HTTP status and `type`, once.
+Every error that a user can cause is a `JubakoError` with a `code`: one word that the HTTP layer
+puts into OpenAI's error shape. `ERROR_TABLE` gives each word its HTTP status and `type`, once.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ ERROR_TABLE: dict[str, ErrorKind] = {
 class JubakoError(Exception):
     """Base of every error that Jubako raises on purpose.
 
-    `code` is a key of `ERROR_TABLE`; `parameter` is the field at fault, if there is one. The message
-    says what was wrong, the value, the limit and what to do; it never holds a path of the server,
-    a stack or another request's data.
+    `code` is a key of `ERROR_TABLE`; `parameter` is the field at fault, if there is one. The
+    message says what was wrong, the value, the limit and what to do; it never holds a path of the
+    server, a stack or another request's data.
     """
 
     code = "internal_error"
@@ -102,7 +102,7 @@ class ConfigError(JubakoError, ValueError):
 
 
 class EngineBusyError(JubakoError):
-    """A limit on queued requests or tokens is reached; try again here after `retry_after` seconds."""
+    """A limit on queued requests or tokens is reached; try again after `retry_after` seconds."""
 
     code = "rate_limit_exceeded"
 

@@ -44,7 +44,8 @@ class CacheConfig:
                 raise ConfigError(f"{name}={value} must be at least 1.", name)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1.",
+                f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 "
+                "and at most 1.",
                 "gpu_memory_utilization",
             )
         if not 0 <= self.watermark < 1:

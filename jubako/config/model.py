@@ -14,8 +14,8 @@ from jubako.errors import ConfigError
 class ModelConfig:
     """The model and how it computes.
 
-    The fields after `seed` are filled when the checkpoint has been read (`engine.setup`); `hf_config`
-    is the checkpoint's configuration in Hugging Face's names, also for GGUF.
+    The fields after `seed` are filled when the checkpoint has been read (`engine.setup`);
+    `hf_config` is the checkpoint's configuration in Hugging Face's names, also for GGUF.
     """
 
     model: str | None = option(
