@@ -25,7 +25,7 @@ class ModelConfig:
     )
     tokenizer: str | None = option(None, "Folder or tokenizer.json, if not the model's own.")
     served_model_name: str | None = option(
-        None, "Name of the model in the HTTP interface (default: as given to --model)."
+        None, "Name of the model in the HTTP interface (default: the last part of --model)."
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(
         "auto",
@@ -43,6 +43,8 @@ class ModelConfig:
     vocab_size: int = 0
     generation_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
+    original_max_model_len: int | None = None
+    """-1 where neither a length nor an amount of memory was asked for: the length may be fitted."""
 
     def __post_init__(self) -> None:
         check_types(self)

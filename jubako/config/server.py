@@ -26,6 +26,7 @@ class ServerConfig:
     drain_timeout: float = option(
         30.0, "Seconds that open requests may take to finish after SIGTERM."
     )
+    dev_mode: bool = option(False, "Add endpoints for development: POST /reset_prefix_cache.")
 
     def __post_init__(self) -> None:
         check_types(self)

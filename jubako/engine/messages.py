@@ -83,6 +83,6 @@ class EngineCoreReady(msgspec.Struct, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     scheduling_policy: str = "fcfs"
-    supported_tasks: list[str] = ["generate"]
+    supported_tasks: list[str] = msgspec.field(default_factory=lambda: ["generate"])
     startup_seconds: dict[str, float] = {}
     """Where start-up time went, by stage."""

@@ -16,20 +16,28 @@ class LogprobsLists(msgspec.Struct):
 
     `logprob_token_ids` [rows, k+1] int32, `logprobs` [rows, k+1] float32, `sampled_token_ranks`
     [rows] int32, from 1. `cu_num_generated_tokens` [requests+1] tells where each request's rows
-    start, when requests emit several tokens; without it there is one row a request.
+    start, when requests emit several tokens or some have no logprobs; without it there is one row a
+    request. `row_widths` [rows] tells how many columns of each row count, where they differ.
     """
 
     logprob_token_ids: IntArray
     logprobs: FloatArray
     sampled_token_ranks: IntArray
     cu_num_generated_tokens: list[int] | None = None
+    row_widths: list[int] | None = None
 
     def slice_request(self, row: int, count: int) -> LogprobsLists:
         """The first `count` positions of the request in batch row `row`."""
         start = row if self.cu_num_generated_tokens is None else self.cu_num_generated_tokens[row]
         rows = slice(start, start + count)
+        columns = slice(None)
+        if self.row_widths is not None:
+            # Rows of one request have one width.
+            columns = slice(max(self.row_widths[rows], default=None))
         return LogprobsLists(
-            self.logprob_token_ids[rows], self.logprobs[rows], self.sampled_token_ranks[rows]
+            self.logprob_token_ids[rows, columns],
+            self.logprobs[rows, columns],
+            self.sampled_token_ranks[rows],
         )
 
 

@@ -37,7 +37,7 @@ def check_alone_and_hits(case: Case) -> None:
     with engine(model) as llm:
         for prompt, answer in zip(prompts, answers, strict=True):
             run(llm, [prompt], [answer])
-        block = llm.ready.block_sizes[0]
+        block = llm.llm_engine.ready.block_sizes[0]
         # All is cached now: a prompt sent again computes only what is left of its last block.
         for prompt, answer in zip(prompts, answers, strict=True):
             (output,) = run(llm, [prompt], [answer])
@@ -66,8 +66,8 @@ def check_budget(case: Case) -> None:
 def check_preemption(case: Case) -> None:
     model, prompts, answers = case
     with engine(model) as llm:
-        groups = len(llm.ready.block_sizes)
-        block = llm.ready.block_sizes[0]
+        groups = len(llm.llm_engine.ready.block_sizes)
+        block = llm.llm_engine.ready.block_sizes[0]
     # Room for one longest request and a little more, so that running requests push each other out.
     blocks = groups * (max(map(len, prompts)) + 16 + block) // block + 2
     options = {"num_gpu_blocks_override": blocks, "max_model_len": 1536}

@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's interface in front of an `AsyncLLM`."""

@@ -1,0 +1,242 @@
+"""Which paths does the server have, and who answers them?"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from jubako import __version__
+from jubako.entrypoints.server.chat import ChatExchange
+from jubako.entrypoints.server.completions import CompletionExchange
+from jubako.entrypoints.server.decoding import check_media_type, decode, read_body
+from jubako.entrypoints.server.errors import ServerError, error_response
+from jubako.entrypoints.server.exchange import ClientLeft, Events, EventStream, until_disconnect
+from jubako.entrypoints.server.gate import Gate, request_id_of
+from jubako.entrypoints.server.generation import check_model
+from jubako.entrypoints.server.http_metrics import HTTPMetrics
+from jubako.entrypoints.server.openapi import openapi_document
+from jubako.entrypoints.server.prompts import encode, normalise_messages, render_chat
+from jubako.entrypoints.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from jubako.entrypoints.server.state import ServerState
+from jubako.errors import JubakoError, ValidationError
+
+logger = logging.getLogger(__name__)
+
+Record = TypeVar("Record", bound=msgspec.Struct)
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status, never seen by anybody, of an exchange whose client left."""
+
+
+def build_app(state: ServerState, registry: CollectorRegistry) -> ASGIApp:
+    """The ASGI application; `/metrics` shows `registry`."""
+    app = FastAPI(
+        title="Jubako",
+        version=__version__,
+        exception_handlers={
+            JubakoError: _on_error,
+            HTTPException: _on_error,
+            ClientLeft: _on_client_left,
+            ClientDisconnect: _on_client_left,
+            Exception: _on_error,
+        },
+        redirect_slashes=False,
+        redoc_url=None,
+    )
+    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
+    _add_generation(app, state)
+    _add_models(app, state)
+    _add_tokenizer(app, state)
+    _add_housekeeping(app, state, registry)
+    if state.config.dev_mode:
+        _add_development(app, state)
+    return Gate(app, state, HTTPMetrics(registry))
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _on_client_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def json_response(record: msgspec.Struct, headers: dict[str, str] | None = None) -> Response:
+    """A successful answer."""
+    return Response(
+        msgspec.json.encode(record), headers=headers or {}, media_type="application/json"
+    )
+
+
+async def _read(
+    state: ServerState, request: Request, record: type[Record]
+) -> tuple[Record, dict[str, str]]:
+    """The request record in the body, and headers that tell of fields that were ignored."""
+    check_media_type(request)
+    body = await read_body(request, state.config.max_body_bytes, state.bodies)
+    value, unknown = decode(body, record)
+    if not unknown:
+        return value, {}
+    # Names come from the client: keep only what may stand in a header.
+    names = ", ".join(name for name in unknown[:20] if name.isidentifier() and name.isascii())
+    logger.debug("Unknown fields in a request were ignored: %s", names)
+    return value, {"X-Jubako-Warning": f"unknown fields were ignored: {names[:500]}"}
+
+
+# -- generation -------------------------------------------------------------------------------
+
+
+def _add_generation(app: FastAPI, state: ServerState) -> None:
+    @app.post("/v1/completions")
+    async def create_completion(request: Request) -> Response:
+        record, headers = await _read(state, request, CompletionRequest)
+        exchange = CompletionExchange(state, record, request_id_of(request))
+        return await _generate(request, exchange, "prompt", bool(record.stream), headers)
+
+    @app.post("/v1/chat/completions")
+    async def create_chat_completion(request: Request) -> Response:
+        record, headers = await _read(state, request, ChatCompletionRequest)
+        exchange = ChatExchange(state, record, request_id_of(request))
+        return await _generate(request, exchange, "messages", bool(record.stream), headers)
+
+
+async def _generate(
+    request: Request,
+    exchange: CompletionExchange | ChatExchange,
+    parameter: str,
+    stream: bool,
+    headers: dict[str, str],
+) -> Response:
+    generation = await until_disconnect(request.receive, exchange.prepare())
+    release = generation.admit(parameter)
+    streaming = False
+    try:
+        if not stream:
+            answer = await until_disconnect(request.receive, exchange.answer())
+            return json_response(answer, headers)
+        events = Events(exchange.events())
+        await until_disconnect(request.receive, events.start())
+        streaming = True
+        return EventStream(events, release, headers)
+    finally:
+        if not streaming:
+            release()
+
+
+# -- models -----------------------------------------------------------------------------------
+
+
+def _add_models(app: FastAPI, state: ServerState) -> None:
+    def card() -> ModelCard:
+        return ModelCard(
+            id=state.model_name, created=state.created, max_model_len=state.max_model_len
+        )
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return json_response(ModelList(data=[card()]))
+
+    @app.get("/v1/models/{model:path}")
+    async def retrieve_model(model: str) -> Response:
+        answer = card()
+        check_model(state, model)
+        return json_response(answer)
+
+
+# -- tokeniser --------------------------------------------------------------------------------
+
+
+def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        record, headers = await _read(state, request, TokenizeRequest)
+        check_model(state, record.model)
+        if (record.prompt is None) == (record.messages is None):
+            raise ValidationError("Exactly one of prompt and messages is required.", "prompt")
+        if record.prompt is not None:
+            add_special = record.add_special_tokens is not False
+            ids = await encode(state, record.prompt, add_special, "prompt", truncated=True)
+        else:
+            text = await render_chat(state, record, normalise_messages(record.messages))
+            ids = await encode(state, text, bool(record.add_special_tokens), "messages")
+        answer = TokenizeResponse(count=len(ids), max_model_len=state.max_model_len, tokens=ids)
+        if record.return_token_strs:
+            tokenizer = state.engine.tokenizer
+            answer.token_strs = [tokenizer.id_to_token(token) or "" for token in ids]
+        return json_response(answer, headers)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        record, headers = await _read(state, request, DetokenizeRequest)
+        check_model(state, record.model)
+        if record.tokens is None:
+            raise ValidationError("tokens is required.", "tokens")
+        tokenizer = state.engine.tokenizer
+        for i, token in enumerate(record.tokens):
+            if not 0 <= token <= tokenizer.max_token_id:
+                raise ValidationError(
+                    f"tokens[{i}]={token} is not a token id; they go from 0 to "
+                    f"{tokenizer.max_token_id}.",
+                    "tokens",
+                    token,
+                )
+        text = await asyncio.to_thread(tokenizer.decode, record.tokens, skip_special_tokens=False)
+        return json_response(DetokenizeResponse(prompt=text), headers)
+
+
+# -- housekeeping -----------------------------------------------------------------------------
+
+
+def _add_housekeeping(app: FastAPI, state: ServerState, registry: CollectorRegistry) -> None:
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while the engine's loop answers; 503 before it has started and once it is dead."""
+        await state.engine.check_health()
+        return Response()
+
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready")
+    async def ready() -> Response:
+        """200 while new requests are welcome: the model is loaded and the server not draining."""
+        assert state.engine is not None
+        state.check_accepting()
+        return Response()
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+# -- development ------------------------------------------------------------------------------
+
+
+def _add_development(app: FastAPI, state: ServerState) -> None:
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        """Forget all KV that is kept for re-use; refused while requests hold some of it."""
+        if not await state.engine.reset_prefix_cache():
+            raise ServerError("rate_limit_exceeded", "Requests are using the cache; try again.")
+        return Response()

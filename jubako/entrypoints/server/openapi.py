@@ -1,0 +1,73 @@
+"""How is the interface described to programs?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from jubako.entrypoints.server.errors import ErrorResponse
+from jubako.entrypoints.server.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+
+_BODIES: dict[str, tuple[type | None, type]] = {
+    "/v1/completions": (CompletionRequest, CompletionResponse),
+    "/v1/chat/completions": (ChatCompletionRequest, ChatCompletionResponse),
+    "/v1/models": (None, ModelList),
+    "/v1/models/{model}": (None, ModelCard),
+    "/tokenize": (TokenizeRequest, TokenizeResponse),
+    "/detokenize": (DetokenizeRequest, DetokenizeResponse),
+}
+"""Path → records of the request's body and of the answer."""
+
+_STREAMS = frozenset({"/v1/completions", "/v1/chat/completions"})
+
+
+def openapi_document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with the schemas of the records that are really read and written."""
+    if app.openapi_schema:
+        return app.openapi_schema
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    records = [r for pair in _BODIES.values() for r in pair if r is not None] + [ErrorResponse]
+    schemas, components = msgspec.json.schema_components(
+        records, ref_template="#/components/schemas/{name}"
+    )
+    schema_of = dict(zip(records, schemas))
+    document["components"] = {
+        "schemas": components,
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+    }
+    document["security"] = [{"key": []}, {}]
+    for path, methods in document["paths"].items():
+        request, answer = _BODIES.get(path, (None, None))
+        for operation in methods.values():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            responses["default"] = _content("An error", schema_of[ErrorResponse])
+            if answer is not None:
+                responses["200"] = _content("The answer", schema_of[answer])
+            if path in _STREAMS:
+                responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+            if request is not None:
+                operation["requestBody"] = {
+                    "required": True,
+                    "content": {"application/json": {"schema": schema_of[request]}},
+                }
+    app.openapi_schema = document
+    return document
+
+
+def _content(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}

@@ -1,0 +1,213 @@
+"""How do the prompts of a request become token ids?
+
+Long texts are tokenised on a thread, so that other streams do not wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from jubako.entrypoints.server.errors import ServerError
+from jubako.entrypoints.server.protocol import ChatCompletionRequest, TokenizeRequest
+from jubako.entrypoints.server.state import ServerState
+from jubako.errors import ValidationError
+
+INLINE_CHARACTERS = 2000
+"""Texts up to this length cost less to tokenise than to hand to a thread."""
+
+TEMPLATE_ARGUMENTS = frozenset(
+    {"messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template"}
+)
+"""Names that `chat_template_kwargs` may not redefine."""
+
+_ROLES = frozenset({"system", "developer", "user", "assistant"})
+
+
+async def encode(
+    state: ServerState,
+    text: str,
+    add_special_tokens: bool,
+    parameter: str,
+    truncated: bool = False,
+) -> list[int]:
+    """Token ids of `text`; far too long a text is refused without tokenising it."""
+    tokenizer = state.engine.tokenizer
+    if len(text) <= INLINE_CHARACTERS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_long() -> list[int]:
+        if not truncated and len(text) > state.max_prompt_characters:
+            raise ValidationError(
+                f"The prompt has {len(text)} characters, far more than the {state.max_model_len} "
+                "tokens that the model's context holds; shorten it.",
+                parameter,
+                len(text),
+                code="context_length_exceeded",
+            )
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    return await asyncio.to_thread(encode_long)
+
+
+def split_prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts in the `prompt` field: a text, token ids, or a list of texts or of token ids."""
+    if prompt is None:
+        raise ValidationError("prompt is required.", "prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise ValidationError(
+            "prompt must be a string, a list of token ids, or a list of either.", "prompt"
+        )
+    if not prompt:
+        raise ValidationError("prompt must not be an empty list.", "prompt", prompt)
+    if type(prompt[0]) is int:
+        return [_token_ids(prompt, "prompt")]
+    if isinstance(prompt[0], str):
+        for i, text in enumerate(prompt):
+            if not isinstance(text, str):
+                raise ValidationError(f"prompt[{i}] must be a string, like prompt[0].", "prompt")
+        return list(prompt)
+    prompts: list[str | list[int]] = []
+    for i, ids in enumerate(prompt):
+        if not isinstance(ids, list):
+            raise ValidationError(f"prompt[{i}] must be a string or a list of token ids.", "prompt")
+        prompts.append(_token_ids(ids, f"prompt[{i}]"))
+    return prompts
+
+
+def _token_ids(ids: list[Any], name: str) -> list[int]:
+    for i, token in enumerate(ids):
+        if type(token) is not int:
+            raise ValidationError(
+                f"{name}[{i}] must be a token id, an integer; a prompt is all text or all ids.",
+                "prompt",
+            )
+    return ids
+
+
+async def encode_prompts(
+    state: ServerState,
+    prompts: list[str | list[int]],
+    add_special_tokens: bool,
+    truncated: bool,
+) -> list[list[int]]:
+    """Token ids of each prompt."""
+    encoded: list[list[int]] = []
+    for prompt in prompts:
+        if not prompt:
+            # Special tokens that the tokeniser adds do not make an empty prompt a prompt.
+            raise ValidationError(
+                "The prompt is empty; it must have at least one token.", "prompt", prompt
+            )
+        if isinstance(prompt, str):
+            prompt = await encode(state, prompt, add_special_tokens, "prompt", truncated)
+        encoded.append(prompt)
+    return encoded
+
+
+def normalise_messages(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Messages as a chat template takes them: a role, and content that is one string."""
+    if not messages:
+        raise ValidationError("messages must hold at least one message.", "messages", messages)
+    return [_normalise_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _normalise_message(message: dict[str, Any], name: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
+        field = "role" if role in ("tool", "function") else "tool_calls"
+        raise ValidationError(
+            f"{name} belongs to a tool call, and tool calls are not supported by this server.",
+            f"{name}.{field}",
+            code="unsupported_parameter",
+        )
+    if role not in _ROLES:
+        raise ValidationError(
+            f"{name}.role must be system, developer, user or assistant.", f"{name}.role", role
+        )
+    normal = {
+        "role": "system" if role == "developer" else role,
+        "content": _normalise_content(message.get("content"), role, f"{name}.content"),
+    }
+    if isinstance(message.get("name"), str):
+        normal["name"] = message["name"]
+    return normal
+
+
+def _normalise_content(content: Any, role: str, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    if not isinstance(content, list):
+        raise ValidationError(f"{name} must be a string or a list of text parts.", name)
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text", "output_text"):
+            if isinstance(kind, str):
+                raise ValidationError(
+                    f"{name}[{i}] is of type {kind[:40]!r}; this model takes text only.",
+                    f"{name}[{i}].type",
+                    code="unsupported_parameter",
+                )
+            raise ValidationError(
+                f"{name}[{i}] must be an object with a type and a text.", f"{name}[{i}]"
+            )
+        if not isinstance(part.get("text"), str):
+            raise ValidationError(f"{name}[{i}].text must be a string.", f"{name}[{i}].text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+async def render_chat(
+    state: ServerState,
+    request: ChatCompletionRequest | TokenizeRequest,
+    messages: list[dict[str, Any]],
+) -> str:
+    """The text that the chat template makes of `messages`."""
+    continues = bool(request.continue_final_message)
+    adds_prompt = request.add_generation_prompt
+    if continues and adds_prompt:
+        raise ValidationError(
+            "continue_final_message and add_generation_prompt cannot both be true.",
+            "continue_final_message",
+        )
+    if continues and messages[-1]["role"] != "assistant":
+        raise ValidationError(
+            "continue_final_message needs the last message to be the assistant's.",
+            "continue_final_message",
+        )
+    arguments = dict(request.chat_template_kwargs or {})
+    for name in arguments:
+        if name in TEMPLATE_ARGUMENTS:
+            raise ValidationError(
+                f"chat_template_kwargs must not hold {name}; it has a field of its own.",
+                "chat_template_kwargs",
+            )
+    if isinstance(request, ChatCompletionRequest) and request.documents is not None:
+        arguments["documents"] = request.documents
+    tokenizer = state.engine.tokenizer
+    if state.chat_template is None and tokenizer.chat_template is None:
+        raise ServerError(
+            "unsupported_parameter",
+            "The model has no chat template; use /v1/completions, or start the server with "
+            "--chat-template.",
+            "messages",
+        )
+
+    def render() -> str:
+        return tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
+            continue_final_message=continues,
+            chat_template=state.chat_template,
+            **arguments,
+        )
+
+    size = sum(len(message["content"]) for message in messages)
+    if size <= INLINE_CHARACTERS and not arguments:
+        return render()
+    return await asyncio.to_thread(render)

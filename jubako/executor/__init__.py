@@ -1,0 +1,1 @@
+"""How does the engine reach its workers?"""

@@ -1,0 +1,1 @@
+"""Compute kernels: one interface, several implementations behind `registry`."""

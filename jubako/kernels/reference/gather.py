@@ -1,0 +1,50 @@
+"""How does the reference bring the blocks of a few rows together?"""
+
+from __future__ import annotations
+
+import torch
+
+from jubako.kernels.paged_kv import PagedKV
+
+WORKSPACE_BYTES = 16 << 20
+"""Gathers up to this size share one buffer, whose pages are touched already."""
+
+_workspaces: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+
+def slab_indices(table: torch.Tensor, kv: PagedKV) -> torch.Tensor:
+    """Indices into `kv.slabs` of the blocks in `table` [n, b] int64 → [2 · n · Hkv · b].
+
+    Keys of all rows come first, then values; within a row the blocks of a head are adjacent.
+    """
+    heads = torch.arange(kv.num_kv_heads, device=table.device).mul_(2)
+    keys = table[:, None, :] * kv.slabs_per_block + heads[:, None]
+    return torch.stack((keys, keys + 1)).flatten()
+
+
+def gather_slabs(
+    kv: PagedKV, slabs: torch.Tensor, num_rows: int, cleared: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [n, Hkv, b · B, D] of the slabs that `slab_indices` named.
+
+    `cleared` are rows of the result, keys and values counted through, that become zero. The result
+    is only good until the next call.
+    """
+    count, width = len(slabs), kv.slabs.shape[1]
+    if count * width * kv.slabs.itemsize <= WORKSPACE_BYTES:
+        out = _workspace(kv)[: count * width].view(count, width)
+        torch.index_select(kv.slabs, 0, slabs, out=out)
+    else:
+        out = kv.slabs.index_select(0, slabs)
+    if cleared is not None:
+        out.view(-1, kv.head_size).index_fill_(0, cleared, 0)
+    both = out.view(2, num_rows, kv.num_kv_heads, -1, kv.head_size)
+    return both[0], both[1]
+
+
+def _workspace(kv: PagedKV) -> torch.Tensor:
+    place = (kv.slabs.device, kv.slabs.dtype)
+    if place not in _workspaces:
+        size = WORKSPACE_BYTES // kv.slabs.itemsize
+        _workspaces[place] = torch.empty(size, dtype=kv.slabs.dtype, device=kv.slabs.device)
+    return _workspaces[place]

@@ -1,0 +1,18 @@
+"""How does the reference multiply by a weight matrix?"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias`: x [T, in], weight [out, in], bias [out] → [T, out]."""
+    if x.shape[0] == 1 and x.dtype is torch.bfloat16 and x.device.type == "cpu":
+        # PyTorch's matrix-vector product streams bfloat16 weights at about 1.4 times the speed of
+        # its matrix product with one row, with the same float32 accumulation.
+        out = torch.mv(weight, x[0])
+        if bias is not None:
+            out += bias
+        return out[None]
+    return F.linear(x, weight, bias)

@@ -1,0 +1,372 @@
+"""May a request grow, and what of it is cached already?
+
+The one object that the scheduler talks to. It holds no blocks itself: tables are with the managers,
+ownership with the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import lcm
+
+from jubako.kv_cache.blocks import KVCacheBlock, KVCacheBlocks
+from jubako.kv_cache.config import KVCacheConfig
+from jubako.kv_cache.coordinator import CoordinatorOptions, GroupBlocks, get_kv_cache_coordinator
+from jubako.kv_cache.events import BlockStored, Event, spec_kind
+from jubako.kv_cache.managers import CrossAttentionManager
+from jubako.kv_cache.metrics import KVCacheMetricsCollector, PrefixCacheStats
+from jubako.kv_cache.request import KVCacheRequest
+from jubako.kv_cache.specs import cdiv
+
+
+class _Edges:
+    """Token counts below which nothing happens to a request."""
+
+    __slots__ = ("event", "hash")
+
+    def __init__(self, event: int, hash_: int) -> None:
+        self.event = event
+        self.hash = hash_
+
+
+class KVCacheManager:
+    """Lengths are in tokens. `watermark` is the share of blocks that stay free on admission.
+
+    Keyword-only: `interleaved_free` frees the deepest blocks of all groups first rather than group
+    by group; `free_unhashed_first` hands blocks that nobody can find out before others;
+    `use_int_block_hashes` makes events carry 8-byte integers.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        hash_block_size: int,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+        *,
+        scheduler_block_size: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        watermark: float = 0.0,
+        interleaved_free: bool = True,
+        free_unhashed_first: bool = False,
+        use_int_block_hashes: bool = False,
+    ) -> None:
+        assert watermark >= 0, f"watermark is {watermark}; it must be at least 0"
+        self.kv_cache_config = kv_cache_config
+        self.max_model_len = max_model_len
+        self.use_eagle = use_eagle
+        self.log_stats = log_stats
+        self.metrics_collector = metrics_collector
+        self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
+        self.coordinator = get_kv_cache_coordinator(
+            kv_cache_config,
+            CoordinatorOptions(
+                max_model_len=max_model_len,
+                max_num_batched_tokens=max_num_batched_tokens or max_model_len,
+                hash_block_size=hash_block_size,
+                enable_caching=enable_caching and bool(kv_cache_config.kv_cache_groups),
+                use_eagle=use_eagle,
+                enable_kv_cache_events=enable_kv_cache_events,
+                dcp_world_size=dcp_world_size,
+                pcp_world_size=pcp_world_size,
+                metrics_collector=metrics_collector,
+                interleaved_free=interleaved_free,
+                free_unhashed_first=free_unhashed_first,
+                use_int_block_hashes=use_int_block_hashes,
+            ),
+        )
+        self.enable_caching = self.coordinator.enable_caching
+        self.num_kv_cache_groups = self.coordinator.num_groups
+        self.block_pool = self.coordinator.block_pool
+        sizes = [manager.block_size for manager in self.coordinator.single_type_managers]
+        self.scheduler_block_size = scheduler_block_size or lcm(*sizes)
+        self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
+        # One for all results without blocks: decode steps make no garbage.
+        self.empty_kv_cache_blocks = KVCacheBlocks(((),) * self.num_kv_cache_groups)
+        self._edges: dict[str, _Edges] = {}
+        self._last_lookup: tuple[object, KVCacheBlocks, int] = (None, self.empty_kv_cache_blocks, 0)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are in use, 0 to 1."""
+        return self.block_pool.get_usage()
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """The statistics since the last call; None if they are off."""
+        stats = self.prefix_cache_stats
+        if stats is not None:
+            self.prefix_cache_stats = PrefixCacheStats()
+        return stats
+
+    # The life of a request
+
+    def get_computed_blocks(self, request: KVCacheRequest) -> tuple[KVCacheBlocks, int]:
+        """The cached blocks that a new request can begin with, and how many tokens they hold.
+
+        At least the last token is left to compute, since it gives the logits. Nothing is changed:
+        until `allocate_slots` the blocks may be evicted.
+        """
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return self.empty_kv_cache_blocks, 0
+        hashes = request.block_hashes
+        # The head of the waiting queue is looked up in every step while it does not fit.
+        question = (
+            request.request_id,
+            request.num_tokens,
+            hashes[-1] if hashes else None,
+            self.block_pool.version,
+        )
+        if question == self._last_lookup[0]:
+            return self._last_lookup[1], self._last_lookup[2]
+        groups, length = self.coordinator.find_longest_cache_hit(hashes, request.num_tokens - 1)
+        blocks = self.create_kv_cache_blocks(groups)
+        self._last_lookup = question, blocks, length
+        return blocks, length
+
+    def get_shared_prefix_tokens(self, request: KVCacheRequest) -> int:
+        """Leading tokens that the full-attention groups have cached, whatever the others lack.
+
+        Beyond the hit these tokens are lost: they must be computed again. Ending a prefill chunk
+        here lets recurrent groups keep the state that the next request with this prefix will want.
+        """
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return 0
+        return self.coordinator.get_shared_prefix_length(
+            request.block_hashes, request.num_tokens - 1
+        )
+
+    def allocate_slots(
+        self,
+        request: KVCacheRequest,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+    ) -> KVCacheBlocks | None:
+        """Give a request blocks for its next step, and return those that are new in its tables.
+
+        The tokens of a request, from left to right: `request.num_computed_tokens` in its table;
+        `num_new_computed_tokens` just found (`new_computed_blocks`); `num_external_computed_tokens`
+        that a connector loads; `num_new_tokens` to compute, drafts included; `num_lookahead_tokens`
+        that the drafter writes.
+
+        None means "not now": no block was taken and nothing became findable. With
+        `full_sequence_must_fit` it also means that the whole request would not fit.
+        `reserved_blocks` of the free blocks are not for this request. `delay_cache_blocks` leaves
+        the registering to a later `cache_blocks`. ValueError if there is nothing to allocate for.
+        """
+        if num_new_tokens == 0 and num_external_computed_tokens == 0:
+            raise ValueError(f"no tokens to allocate for request {request.request_id}")
+        request_id = request.request_id
+        edges = self._edges.get(request_id)
+        if edges is not None and (
+            request.num_computed_tokens + num_new_tokens + num_lookahead_tokens < edges.event
+            and new_computed_blocks is None
+            and not num_new_computed_tokens
+            and not num_external_computed_tokens
+            and not num_encoder_tokens
+            and not full_sequence_must_fit
+            and not reserved_blocks
+            and not self.watermark_blocks
+        ):
+            return self.empty_kv_cache_blocks
+
+        local = request.num_computed_tokens + num_new_computed_tokens
+        uncapped = local + num_external_computed_tokens
+        total = min(uncapped, self.max_model_len)
+        main = total + num_new_tokens
+        slots = min(main + num_lookahead_tokens, self.max_model_len)
+        hits: GroupBlocks = self.empty_kv_cache_blocks.blocks
+        if new_computed_blocks is not None:
+            hits = new_computed_blocks.blocks
+        any_hits = any(hits)
+
+        watermark = 0
+        if self.watermark_blocks and has_scheduled_reqs and request.awaits_admission:
+            # Running requests and an empty machine are never held back.
+            watermark = self.watermark_blocks
+        coordinator = self.coordinator
+        if full_sequence_must_fit:
+            whole = min(request.num_tokens, self.max_model_len)
+            needed = coordinator.get_num_blocks_to_allocate(
+                request_id, whole, hits, num_encoder_tokens, uncapped, whole, True
+            )
+            if needed + watermark > self.block_pool.get_num_free_blocks():
+                return None
+        # Even if the request must wait, what it no longer reads serves others.
+        coordinator.remove_skipped_blocks(request_id, total)
+        needed = coordinator.get_num_blocks_to_allocate(
+            request_id, slots, hits, num_encoder_tokens, uncapped, main
+        )
+        if needed + watermark > self.block_pool.get_num_free_blocks() - reserved_blocks:
+            return None
+
+        if any_hits or num_external_computed_tokens > 0:
+            coordinator.allocate_new_computed_blocks(
+                request_id, hits, local, num_external_computed_tokens
+            )
+        new_blocks = coordinator.allocate_new_blocks(request_id, slots, main, num_encoder_tokens)
+        if self.enable_caching and not delay_cache_blocks:
+            # Known tokens only: drafts may be rejected.
+            coordinator.cache_blocks(request, min(main, request.num_tokens))
+        if edges is None:
+            self._record_lookup(request, num_new_computed_tokens, hits)
+        self._set_edges(request_id, total)
+        return self.create_kv_cache_blocks(new_blocks)
+
+    def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
+        """Make the blocks that those tokens fill findable, for instance when loaded KV arrived."""
+        if not self.enable_caching:
+            return
+        edges = self._edges.get(request.request_id)
+        if edges is not None:
+            if num_computed_tokens < edges.hash:
+                return
+            edges.event = 0
+        self.coordinator.cache_blocks(request, num_computed_tokens)
+        if edges is not None:
+            edges.hash = self.coordinator.next_hash_tokens(request.request_id)
+
+    def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None:
+        """Free blocks that no token after those computed reads."""
+        self.coordinator.remove_skipped_blocks(request_id, total_computed_tokens)
+
+    def free(self, request: KVCacheRequest) -> None:
+        """Release all blocks of a request, deepest first; also for one that never had any."""
+        self._edges.pop(request.request_id, None)
+        self.coordinator.free(request.request_id)
+
+    def pop_blocks_for_free(self, request: KVCacheRequest) -> list[KVCacheBlock]:
+        """Forget a request but keep its blocks in use, for a step that may still write them.
+
+        The caller later passes the reversed list to `block_pool.free_blocks`.
+        """
+        self._edges.pop(request.request_id, None)
+        return self.coordinator.pop_blocks_for_free(request.request_id)
+
+    def next_event_tokens(self, request_id: str) -> int:
+        """The smallest number of slots at which a request's tables or hashes may change.
+
+        Slots are computed, new and look-ahead tokens together. Below it `allocate_slots` for a
+        running request would return no blocks and do nothing, so the call can be left out. 0 if the
+        request must be looked at in any case.
+        """
+        edges = self._edges.get(request_id)
+        return edges.event if edges is not None else 0
+
+    # The cache as a whole
+
+    def new_step_starts(self) -> None:
+        """To be called before each step is planned: states of the last one can now be shared."""
+        self.coordinator.new_step_starts()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; False, and no change, while blocks are in use."""
+        if not self.block_pool.reset_prefix_cache():
+            return False
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return True
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Make blocks unfindable, for instance because what they hold is wrong.
+
+        Running requests that hold them register them again with their next call: by then they must
+        have been computed anew.
+        """
+        ids = set(block_ids)
+        self.block_pool.evict_blocks(ids)
+        live = {i for i in ids if self.block_pool.blocks[i].ref_cnt > 0}
+        if live:
+            self.coordinator.forget_registered(live)
+            for edges in self._edges.values():
+                edges.event = edges.hash = 0
+
+    def evict_uncomputed_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        """Make a request's blocks beyond its computed tokens unfindable.
+
+        For a request whose planned step will not run: its blocks are findable since it was planned.
+        """
+        for manager, table in zip(
+            self.coordinator.single_type_managers, self.coordinator.get_blocks(request_id)
+        ):
+            first = num_computed_tokens // manager.block_size
+            self.evict_blocks(b.block_id for b in table[first:] if not b.is_null)
+
+    def take_registered_block_ids(self) -> list[int]:
+        """Ids that became findable since the last call; evict them if the step fails."""
+        return self.block_pool.take_registered_block_ids()
+
+    def take_events(self) -> list[Event]:
+        """The events since the last call, stores with their group's attention type."""
+        events = self.block_pool.take_events()
+        for event in events:
+            if isinstance(event, BlockStored) and event.group_idx is not None:
+                spec = self.coordinator.specs[event.group_idx]
+                event.kv_cache_spec_kind = spec_kind(spec)
+                event.kv_cache_spec_sliding_window = getattr(spec, "sliding_window", None)
+        return events
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """For each group, how many leading blocks all its requests share."""
+        return self.coordinator.get_num_common_prefix_blocks(running_request_id)
+
+    # Tables
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """The tables of a request."""
+        return self.create_kv_cache_blocks(self.coordinator.get_blocks(request_id))
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """The tables of a request as ids; null entries are 0."""
+        return self.get_blocks(request_id).get_block_ids()
+
+    def get_block_ids_for_computed_tokens(
+        self, request_id: str, num_computed_tokens: int
+    ) -> tuple[list[int], ...]:
+        """The tables, without the blocks that lie wholly beyond the computed tokens."""
+        return tuple(
+            ids
+            if isinstance(manager, CrossAttentionManager)
+            else ids[: cdiv(num_computed_tokens, manager.block_size)]
+            for manager, ids in zip(
+                self.coordinator.single_type_managers, self.get_block_ids(request_id)
+            )
+        )
+
+    def create_kv_cache_blocks(self, blocks: Sequence[Sequence[KVCacheBlock]]) -> KVCacheBlocks:
+        """Wrap blocks for each group; without any, the shared empty result."""
+        return KVCacheBlocks(tuple(blocks)) if any(blocks) else self.empty_kv_cache_blocks
+
+    def _set_edges(self, request_id: str, total: int) -> None:
+        event = self.coordinator.next_event_tokens(request_id, total)
+        hash_ = self.coordinator.next_hash_tokens(request_id)
+        edges = self._edges.get(request_id)
+        if edges is None:
+            self._edges[request_id] = _Edges(event, hash_)
+        else:
+            edges.event, edges.hash = event, hash_
+
+    def _record_lookup(
+        self, request: KVCacheRequest, num_hit_tokens: int, hits: GroupBlocks
+    ) -> None:
+        """Count a lookup when its request is admitted: before, it may be repeated any time."""
+        stats = self.prefix_cache_stats
+        if stats is None or not self.enable_caching or request.skip_reading_prefix_cache:
+            return
+        if num_hit_tokens and all(block.is_null for group in hits for block in group):
+            stats.null_hits += num_hit_tokens
+            num_hit_tokens = 0
+        stats.record(request.num_tokens, num_hit_tokens, request.num_preemptions > 0)

@@ -1,0 +1,32 @@
+"""Which gated activations do MLPs use?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from jubako.errors import UnsupportedModelError
+from jubako.kernels.registry import get_kernels
+
+_KERNELS = {
+    "silu": "silu_and_mul",
+    "swish": "silu_and_mul",
+    "gelu": "gelu_and_mul",
+    "gelu_pytorch_tanh": "gelu_tanh_and_mul",
+    "gelu_new": "gelu_tanh_and_mul",
+}
+
+
+def gated_activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`act(gate) · up` for an activation by its name in config.json.
+
+    The function takes [T, 2 · size], gate first, which it may overwrite, and returns [T, size].
+    Raises UnsupportedModelError for an unknown name.
+    """
+    if name not in _KERNELS:
+        raise UnsupportedModelError(
+            f"The model's activation {name!r} is not supported; known are {', '.join(_KERNELS)}."
+        )
+    function: Callable[[torch.Tensor], torch.Tensor] = getattr(get_kernels(), _KERNELS[name])
+    return function

@@ -1,0 +1,102 @@
+"""How does a layer attend to the tokens of its request?"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from jubako.config import JubakoConfig
+from jubako.errors import ConfigError
+from jubako.kernels.paged_kv import PagedKV
+from jubako.kernels.registry import get_kernels
+from jubako.kv_cache.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from jubako.layers.forward_context import get_forward_context
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped query heads over a paged KV cache.
+
+    `scale` multiplies q·k. `sliding_window` is how many keys a query sees, itself included.
+    `layer_name` is unique in the model: the KV cache and the step's metadata know the layer by it.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        *,
+        config: JubakoConfig,
+        layer_name: str,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads % num_kv_heads:
+            raise ConfigError(
+                f"{num_heads} query heads cannot be divided among {num_kv_heads} KV heads."
+            )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads
+        self.layer_name = layer_name
+        self.sliding_window = sliding_window
+        self.logits_soft_cap = logits_soft_cap
+        self.kv_dtype = config.model_config.dtype
+        self.kernels = get_kernels()
+        self.kv: PagedKV | None = None
+
+    def get_kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """What the layer keeps in blocks of `block_size` tokens."""
+        if self.sliding_window is None:
+            return FullAttentionSpec(
+                block_size=block_size,
+                num_kv_heads=self.num_kv_heads,
+                head_size=self.head_size,
+                dtype=self.kv_dtype,
+            )
+        return SlidingWindowSpec(
+            block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=self.kv_dtype,
+            sliding_window=self.sliding_window,
+        )
+
+    def bind_kv_cache(self, raw: torch.Tensor, block_size: int | None = None) -> None:
+        """Use `raw`, [blocks, page bytes] int8, as this layer's pages.
+
+        `block_size` is in tokens; it is needed only where pages are padded.
+        """
+        dtype: torch.dtype = getattr(torch, self.kv_dtype)
+        if block_size is None:
+            block_size = raw.shape[1] // (2 * self.num_kv_heads * self.head_size * dtype.itemsize)
+        self.kv = PagedKV.from_raw(
+            raw,
+            num_kv_heads=self.num_kv_heads,
+            block_size=block_size,
+            head_size=self.head_size,
+            dtype=dtype,
+        )
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] → [T, Hq · D]; k and v go into the cache first."""
+        attn_metadata = get_forward_context().attn_metadata
+        if attn_metadata is None:
+            return q.new_zeros(q.shape[0], self.num_heads * self.head_size)
+        assert self.kv is not None, "bind_kv_cache() comes before the first step"
+        metadata = attn_metadata[self.layer_name]
+        self.kernels.reshape_and_cache(k, v, self.kv, metadata)
+        out = self.kernels.paged_attention(
+            q,
+            k,
+            v,
+            self.kv,
+            metadata,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+        )
+        return out.flatten(1)

@@ -1,0 +1,57 @@
+"""How do token ids become vectors, and vectors logits?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from jubako.kernels.registry import get_kernels
+from jubako.layers.weights import WeightTarget, parameter
+
+
+class VocabEmbedding(nn.Module):
+    """A vector for each token of the vocabulary."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = parameter(vocab_size, hidden_size)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Ids [T] → [T, hidden], a new tensor."""
+        return F.embedding(input_ids, self.weight)
+
+    def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
+        """`weight`."""
+        yield f"{name}.weight", WeightTarget(self.weight.data, tuple(self.weight.shape))
+
+
+class LMHead(nn.Module):
+    """Logits of every token, from its own matrix or the embedding's."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        tied_to: VocabEmbedding | None = None,
+        soft_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.tied = tied_to is not None
+        self.weight = tied_to.weight if tied_to is not None else parameter(vocab_size, hidden_size)
+        self.soft_cap = soft_cap
+        self.kernels = get_kernels()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final hidden states [r, hidden] → [r, V]; soft-capped ones are float32."""
+        logits = self.kernels.linear(hidden, self.weight)
+        if self.soft_cap is not None:
+            logits = logits.float().div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        return logits
+
+    def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
+        """`weight`, unless it is the embedding's."""
+        if not self.tied:
+            yield f"{name}.weight", WeightTarget(self.weight.data, tuple(self.weight.shape))

@@ -1,0 +1,79 @@
+"""How does a model multiply by its weight matrices?
+
+The classes say how a matrix would be divided among tensor-parallel ranks; with one rank each is a
+plain matrix, and the merged ones hold several of a checkpoint's matrices, one below the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from jubako.kernels.registry import get_kernels
+from jubako.layers.weights import WeightTarget, parameter
+
+
+class _Linear(nn.Module):
+    """A matrix [sum of parts, in], whose parts are a checkpoint's tensors."""
+
+    def __init__(self, input_size: int, parts: dict[str, int], bias: bool) -> None:
+        super().__init__()
+        self.parts = parts
+        self.weight = parameter(sum(parts.values()), input_size)
+        self.bias = parameter(sum(parts.values())) if bias else None
+        self.kernels = get_kernels()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] → [T, out]."""
+        return self.kernels.linear(x, self.weight, self.bias)
+
+    def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
+        """`weight` and `bias` of every part."""
+        start = 0
+        for part, size in self.parts.items():
+            for kind, whole in (("weight", self.weight), ("bias", self.bias)):
+                if whole is not None:
+                    view = whole.data[start : start + size]
+                    yield f"{part or name}.{kind}", WeightTarget(view, tuple(view.shape))
+            start += size
+
+
+class RowParallelLinear(_Linear):
+    """A matrix of which each rank would hold some input columns."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool = False) -> None:
+        super().__init__(input_size, {"": output_size}, bias)
+
+
+class MergedColumnParallelLinear(_Linear):
+    """Several matrices on the same input, of each of which each rank would hold some rows."""
+
+    def __init__(self, input_size: int, parts: dict[str, int], bias: bool = False) -> None:
+        super().__init__(input_size, parts, bias)
+
+
+class QKVParallelLinear(_Linear):
+    """The projections to queries, keys and values, of which each rank would hold some heads."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        bias: bool = False,
+    ) -> None:
+        self.head_size = head_size
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        kv_size = num_kv_heads * head_size
+        parts = {"q_proj": num_heads * head_size, "k_proj": kv_size, "v_proj": kv_size}
+        super().__init__(hidden_size, parts, bias)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """x [T, hidden] → query and key heads [T, Hq + Hkv, D], values [T, Hkv, D]; views."""
+        heads = super().forward(x).unflatten(-1, (-1, self.head_size))
+        qk = self.num_heads + self.num_kv_heads
+        return heads[:, :qk], heads[:, qk:]

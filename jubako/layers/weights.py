@@ -1,0 +1,46 @@
+"""Which tensor of a checkpoint goes where?
+
+A layer names the tensors it takes, relative to its parent, and for each a view of its parameter.
+A fused layer takes several, so that no fused copy is ever made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class WeightTarget:
+    """Where one tensor goes."""
+
+    view: torch.Tensor
+    """The parameter, or the part of it, that the tensor is broadcast into."""
+    shape: tuple[int, ...]
+    """The shape that the tensor must have."""
+    offset: float = 0.0
+    """Added to the tensor, in the dtype of the view."""
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """Copy `tensor` in; its shape has been checked."""
+        self.view.copy_(tensor)
+        if self.offset:
+            self.view.add_(self.offset)
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """A layer with parameters."""
+
+    def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
+        """The tensors it takes, by name beside it; `name` is the layer's own name there."""
+        ...
+
+
+def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """An uninitialised parameter without gradient, by default of the default dtype."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

@@ -1,0 +1,1 @@
+"""The models, one file a family, and how their weights are read."""

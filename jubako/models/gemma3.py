@@ -1,0 +1,241 @@
+"""Gemma 3, text (Gemma Team 2025, arXiv 2503.19786).
+
+Five layers with a sliding window to one that sees everything, each kind with its own rotary base;
+norms before and after attention and MLP; norms of query and key heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from jubako.config import JubakoConfig
+from jubako.errors import UnsupportedModelError
+from jubako.layers.attention import Attention
+from jubako.layers.embedding import LMHead, VocabEmbedding
+from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
+from jubako.layers.mlp import GatedMLP
+from jubako.layers.norm import RMSNorm
+from jubako.layers.rotary import QKNormRope, RopeParameters, RotaryEmbedding, Rotation
+from jubako.models.hf_config import FULL, SLIDING, layer_types, make_rope_parameters, value
+from jubako.models.weights import load_weights, with_model_prefix
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """config.json; what it leaves out has transformers' default."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_activation: str
+    rms_norm_eps: float
+    attention_bias: bool
+    query_pre_attn_scalar: float
+    sliding_window: int
+    layer_types: list[str]
+    rope: dict[str, RopeParameters]
+    attn_logit_softcapping: float | None
+    final_logit_softcapping: float | None
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_config(cls, hf_config: Mapping[str, Any]) -> ModelArgs:
+        """Of a text model, or of the text part of a multimodal one."""
+        tied = value(hf_config, "tie_word_embeddings", True)
+        c = hf_config.get("text_config") or hf_config
+        if c.get("use_bidirectional_attention"):
+            raise UnsupportedModelError(
+                "Gemma 3 with use_bidirectional_attention is an embedding model; "
+                "only text generation is supported."
+            )
+        num_layers = value(c, "num_hidden_layers", 26)
+        pattern = value(c, "sliding_window_pattern", value(c, "_sliding_window_pattern", 6))
+        default_types = [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(num_layers)]
+        return cls(
+            vocab_size=value(c, "vocab_size", 262_208),
+            hidden_size=value(c, "hidden_size", 2304),
+            intermediate_size=value(c, "intermediate_size", 9216),
+            num_hidden_layers=num_layers,
+            num_attention_heads=value(c, "num_attention_heads", 8),
+            num_key_value_heads=value(c, "num_key_value_heads", 4),
+            head_dim=value(c, "head_dim", 256),
+            hidden_activation=value(c, "hidden_activation", "gelu_pytorch_tanh"),
+            rms_norm_eps=value(c, "rms_norm_eps", 1e-6),
+            attention_bias=value(c, "attention_bias", False),
+            query_pre_attn_scalar=value(c, "query_pre_attn_scalar", 256),
+            sliding_window=value(c, "sliding_window", 4096),
+            layer_types=layer_types(c, num_layers, default_types),
+            rope=_rope(c),
+            attn_logit_softcapping=c.get("attn_logit_softcapping"),
+            final_logit_softcapping=c.get("final_logit_softcapping"),
+            tie_word_embeddings=value(c, "tie_word_embeddings", tied),
+        )
+
+
+def _rope(c: Mapping[str, Any]) -> dict[str, RopeParameters]:
+    """Each kind of layer has its own base; scaling concerns the layers that see everything."""
+    entries = c.get("rope_parameters") or {}
+    if not any(isinstance(entries.get(kind), Mapping) for kind in (FULL, SLIDING)):
+        entries = {FULL: entries}
+    full = {**(entries.get(FULL) or {}), **(c.get("rope_scaling") or {})}
+    sliding = entries.get(SLIDING) or {}
+    length = value(c, "max_position_embeddings", 131_072)
+    return {
+        FULL: make_rope_parameters(full, value(c, "rope_theta", 1_000_000.0), length),
+        SLIDING: make_rope_parameters(sliding, value(c, "rope_local_base_freq", 10_000.0), length),
+    }
+
+
+class Gemma3Attention(nn.Module):
+    """Attention of one layer."""
+
+    def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = (
+            args.num_attention_heads,
+            args.num_key_value_heads,
+            args.head_dim,
+        )
+        self.qkv_proj = QKVParallelLinear(
+            args.hidden_size, head_dim, heads, kv_heads, args.attention_bias
+        )
+        self.qk_norm_rope = QKNormRope(
+            heads, kv_heads, head_dim, args.rms_norm_eps, weight_offset=1.0
+        )
+        self.attn = Attention(
+            heads,
+            head_dim,
+            args.query_pre_attn_scalar**-0.5,
+            kv_heads,
+            config=config,
+            layer_name=f"{prefix}.attn",
+            sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
+            logits_soft_cap=args.attn_logit_softcapping,
+        )
+        self.o_proj = RowParallelLinear(heads * head_dim, args.hidden_size, args.attention_bias)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """x [T, hidden] → [T, hidden]."""
+        qk, v = self.qkv_proj(x)
+        qk = self.qk_norm_rope(qk, rotation)
+        q, k = qk.split((self.attn.num_heads, self.attn.num_kv_heads), dim=1)
+        return self.o_proj(self.attn(q, k, v))
+
+
+class Gemma3DecoderLayer(nn.Module):
+    """Attention and MLP, each between two norms."""
+
+    def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
+        super().__init__()
+        self.self_attn = Gemma3Attention(args, config, layer, f"{prefix}.self_attn")
+        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_activation)
+        norm = (args.hidden_size, args.rms_norm_eps, 1.0)
+        self.input_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = RMSNorm(*norm)
+        self.pre_feedforward_layernorm = RMSNorm(*norm)
+        self.post_feedforward_layernorm = RMSNorm(*norm)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """x [T, hidden] → [T, hidden]."""
+        attended = self.self_attn(self.input_layernorm(x), rotation)
+        x = self.post_attention_layernorm(attended).add_(x)
+        return self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))).add_(x)
+
+
+class Gemma3Model(nn.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(self, args: ModelArgs, config: JubakoConfig, prefix: str) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size)
+        # The factor is rounded to the model's dtype, as it was in training.
+        self.embed_scale = torch.tensor(
+            args.hidden_size**0.5, dtype=self.embed_tokens.weight.dtype, device="cpu"
+        ).item()
+        self.layers = nn.ModuleList(
+            Gemma3DecoderLayer(args, config, i, f"{prefix}.layers.{i}")
+            for i in range(args.num_hidden_layers)
+        )
+        self.layer_types = args.layer_types
+        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps, 1.0)
+        length = config.model_config.context_length
+        self.rotary = nn.ModuleDict(
+            {
+                kind: RotaryEmbedding(args.head_dim, args.rope[kind], length)
+                for kind in dict.fromkeys(args.layer_types)
+            }
+        )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Ids or embeddings of T tokens → [T, hidden]."""
+        x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        rotations = {kind: rotary(positions) for kind, rotary in self.rotary.items()}
+        for layer, kind in zip(self.layers, self.layer_types):
+            x = layer(x, rotations[kind])
+        return self.norm(x)
+
+    def embed_input_ids(self, input_ids: torch.Tensor | None) -> torch.Tensor:
+        """Ids [T] → scaled embeddings [T, hidden]."""
+        assert input_ids is not None
+        return self.embed_tokens(input_ids).mul_(self.embed_scale)
+
+
+class Gemma3ForCausalLM(nn.Module):
+    """The model and its head."""
+
+    def __init__(self, config: JubakoConfig, *, prefix: str = "") -> None:
+        super().__init__()
+        args = ModelArgs.from_config(config.model_config.hf_config)
+        self.model = Gemma3Model(args, config, f"{prefix}model")
+        self.lm_head = LMHead(
+            args.vocab_size,
+            args.hidden_size,
+            tied_to=self.model.embed_tokens if args.tie_word_embeddings else None,
+            soft_cap=args.final_logit_softcapping,
+        )
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Ids [T] → what `forward` takes as `inputs_embeds`, [T, hidden]."""
+        return self.model.embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Ids or embeddings of T tokens at `positions` [T] → final hidden states [T, hidden]."""
+        return self.model(input_ids, positions, inputs_embeds)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final hidden states [r, hidden] → logits [r, V]."""
+        return self.lm_head(hidden)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Fill the model from Hugging Face's names; see `models.weights.load_weights`."""
+        return load_weights(self, weights, self.sanitize)
+
+    def sanitize(self, name: str) -> str | None:
+        """The text part's name of a tensor; None for the image part and a tied head."""
+        if "vision_tower." in name or "multi_modal_projector." in name:
+            return None
+        if name.startswith("model.language_model."):
+            name = "model." + name.removeprefix("model.language_model.")
+        name = name.removeprefix("language_model.")
+        if name.startswith("lm_head.") and self.lm_head.tied:
+            return None
+        return with_model_prefix(name)

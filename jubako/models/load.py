@@ -1,0 +1,55 @@
+"""How does a checkpoint become a model that can run?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from jubako.config import JubakoConfig
+from jubako.kernels.registry import set_kernels
+from jubako.layers.attention import Attention
+from jubako.models.interface import CausalLM
+from jubako.models.registry import get_model_class
+
+
+def load_model(config: JubakoConfig, checkpoint: Any, device: torch.device) -> nn.Module:
+    """Build the model of `config` on `device` and fill it from `checkpoint`.
+
+    `checkpoint` is a `jubako.checkpoint.info.Checkpoint`. Raises UnsupportedModelError for an
+    architecture, setting or tensor that the model does not know, and CheckpointError for a tensor
+    that is missing or has the wrong shape.
+    """
+    from jubako.models.loader import load_weights
+
+    model = build_model(config, device)
+    dtype = getattr(torch, config.model_config.dtype)
+    cast(CausalLM, model).load_weights(load_weights(checkpoint, dtype, device))
+    return model
+
+
+def build_model(config: JubakoConfig, device: torch.device) -> nn.Module:
+    """The model of `config` with uninitialised weights, in its dtype, on `device`."""
+    set_kernels(config.device_config.kernels)
+    model_class = get_model_class(config.model_config.architecture)
+    with _default_dtype(getattr(torch, config.model_config.dtype)), device:
+        model = model_class(config)
+    return model.eval().requires_grad_(False)
+
+
+def attention_layers(model: nn.Module) -> dict[str, Attention]:
+    """The attention layers in order, by name."""
+    return {m.layer_name: m for m in model.modules() if isinstance(m, Attention)}
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    outer = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(outer)

@@ -1,0 +1,150 @@
+"""How do the tensors of a GGUF file become those of the Hugging Face model it was made from?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from jubako.checkpoint.gguf import GGUFFile, GGUFTensor
+from jubako.errors import CheckpointError, UnsupportedModelError
+from jubako.models.loader.dequantize import BLOCKS, dequantize
+
+CHUNK_ELEMENTS = 32 * 1024
+"""Elements expanded at a time. Their float32 values stay in a core's second-level cache, and torch
+does not split operations of this size over threads: that is done here, with whole chunks, because a
+barrier after every small operation takes milliseconds on a machine that is busy with other things.
+"""
+
+SPAN_CHUNKS = 8
+"""Chunks that one thread reads and expands before it takes the next."""
+
+MAX_THREADS = 8
+
+_GLOBAL_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+_GEMMA3_LAYER_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+_IGNORED = frozenset({"rope_freqs.weight"})
+"""Read with the configuration, not as weights."""
+
+
+def hf_name(architecture: str, name: str) -> str | None:
+    """The Hugging Face name of a GGUF tensor; None for one that is no weight.
+
+    Raises `CheckpointError` for a name that the architecture does not have.
+    """
+    if name in _IGNORED:
+        return None
+    layer_names = _GEMMA3_LAYER_NAMES if architecture == "gemma3" else _LAYER_NAMES
+    stem, _, kind = name.rpartition(".")
+    if kind in ("weight", "bias"):
+        if stem in _GLOBAL_NAMES:
+            return f"{_GLOBAL_NAMES[stem]}.{kind}"
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if match and match[2] in layer_names:
+            return f"model.layers.{match[1]}.{layer_names[match[2]]}.{kind}"
+    raise CheckpointError(f"Tensor {name!r} is unknown in GGUF architecture {architecture!r}.")
+
+
+def gguf_weights(
+    file: GGUFFile, config: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight of the file, expanded to `dtype` on `device`. See `load_weights`.
+
+    `config` is the checkpoint's `hf_config`.
+    """
+    architecture = file.metadata["general.architecture"]
+    names = {name: hf_name(architecture, name) for name in file.tensors}
+    for tensor in file.tensors.values():
+        if tensor.type not in BLOCKS:
+            raise UnsupportedModelError(
+                f"Tensor {tensor.name!r} has type {tensor.type}; supported are {', '.join(BLOCKS)}."
+            )
+    with ThreadPoolExecutor(min(torch.get_num_threads(), MAX_THREADS)) as pool:
+        for tensor in file.tensors.values():
+            name = names[tensor.name]
+            if name is None:
+                continue
+            # Gemma multiplies by 1 + w; files hold that sum.
+            is_sum = architecture == "gemma3" and tensor.name.endswith("norm.weight")
+            weight = _expand(pool, file, tensor, dtype, -1.0 if is_sum else 0.0)
+            heads = _interleaved_heads(config, architecture, tensor.name)
+            if heads:
+                weight = _unpermute(weight, heads, tensor.name)
+            yield name, weight.to(device)
+
+
+def _expand(
+    pool: Executor, file: GGUFFile, tensor: GGUFTensor, dtype: torch.dtype, shift: float
+) -> torch.Tensor:
+    """The tensor's values plus `shift`; the sum is made in float32, then rounded to `dtype`."""
+    out = torch.empty(tensor.shape, dtype=dtype)
+    flat = out.view(-1)
+    elements, nbytes = BLOCKS[tensor.type]
+    blocks = tensor.numel // elements
+    step = max(1, CHUNK_ELEMENTS // elements)
+    span = step * SPAN_CHUNKS
+
+    def expand(first: int) -> None:
+        last = min(first + span, blocks)
+        raw = torch.empty((last - first, nbytes), dtype=torch.uint8)
+        file.read_into(tensor.offset + first * nbytes, raw.numpy())
+        for start in range(first, last, step):
+            end = min(start + step, last)
+            values = dequantize(raw[start - first : end - first], tensor.type).view(-1)
+            if shift:
+                values = values.float() + shift
+            flat[start * elements : end * elements].copy_(values)
+
+    if blocks <= span:
+        expand(0)
+    else:
+        for _ in pool.map(expand, range(0, blocks, span)):
+            pass
+    return out
+
+
+def _interleaved_heads(config: dict[str, Any], architecture: str, name: str) -> int:
+    """Heads whose rows Llama files store in the order of an interleaved rotation; 0: none."""
+    if architecture != "llama":
+        return 0
+    if re.search(r"\.attn_q\.(weight|bias)$", name):
+        return int(config["num_attention_heads"])
+    if re.search(r"\.attn_k\.(weight|bias)$", name):
+        return int(config["num_key_value_heads"])
+    return 0
+
+
+def _unpermute(weight: torch.Tensor, heads: int, name: str) -> torch.Tensor:
+    """Rows (0, h/2), (1, h/2+1), ... of each head back to 0, 1, ..., h-1."""
+    rows = weight.shape[0]
+    if rows % (2 * heads):
+        raise CheckpointError(f"Tensor {name!r} has {rows} rows, which do not fit {heads} heads.")
+    pairs = weight.view(heads, rows // heads // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)

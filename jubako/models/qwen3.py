@@ -1,0 +1,186 @@
+"""Qwen3, dense (Qwen Team 2025, arXiv 2505.09388).
+
+Norms of query and key heads in place of Qwen2's biases; late layers may have a sliding window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from jubako.config import JubakoConfig
+from jubako.layers.attention import Attention
+from jubako.layers.embedding import LMHead, VocabEmbedding
+from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
+from jubako.layers.mlp import GatedMLP
+from jubako.layers.norm import RMSNorm
+from jubako.layers.rotary import QKNormRope, RopeParameters, RotaryEmbedding, Rotation
+from jubako.models.hf_config import SLIDING, late_window_layer_types, rope_parameters, value
+from jubako.models.weights import load_weights, with_model_prefix
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """config.json; what it leaves out has transformers' default."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_act: str
+    rms_norm_eps: float
+    attention_bias: bool
+    sliding_window: int | None
+    layer_types: list[str]
+    rope: RopeParameters
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_config(cls, c: Mapping[str, Any]) -> ModelArgs:
+        """Of a Qwen3 model."""
+        hidden_size = value(c, "hidden_size", 4096)
+        heads = value(c, "num_attention_heads", 32)
+        num_layers = value(c, "num_hidden_layers", 32)
+        # A null for the KV heads means one for each query head.
+        kv_heads = value(c, "num_key_value_heads", heads if "num_key_value_heads" in c else 32)
+        window = value(c, "sliding_window", 4096) if c.get("use_sliding_window") else None
+        return cls(
+            vocab_size=value(c, "vocab_size", 151_936),
+            hidden_size=hidden_size,
+            intermediate_size=value(c, "intermediate_size", 22_016),
+            num_hidden_layers=num_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=value(c, "head_dim", 128),
+            hidden_act=value(c, "hidden_act", "silu"),
+            rms_norm_eps=value(c, "rms_norm_eps", 1e-6),
+            attention_bias=value(c, "attention_bias", False),
+            sliding_window=window,
+            layer_types=late_window_layer_types(c, num_layers, window),
+            rope=rope_parameters(c, value(c, "max_position_embeddings", 32_768)),
+            tie_word_embeddings=value(c, "tie_word_embeddings", False),
+        )
+
+
+class Qwen3Attention(nn.Module):
+    """Attention of one layer."""
+
+    def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = (
+            args.num_attention_heads,
+            args.num_key_value_heads,
+            args.head_dim,
+        )
+        self.qkv_proj = QKVParallelLinear(
+            args.hidden_size, head_dim, heads, kv_heads, args.attention_bias
+        )
+        self.qk_norm_rope = QKNormRope(heads, kv_heads, head_dim, args.rms_norm_eps)
+        self.attn = Attention(
+            heads,
+            head_dim,
+            head_dim**-0.5,
+            kv_heads,
+            config=config,
+            layer_name=f"{prefix}.attn",
+            sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
+        )
+        self.o_proj = RowParallelLinear(heads * head_dim, args.hidden_size, args.attention_bias)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """x [T, hidden] → [T, hidden]."""
+        qk, v = self.qkv_proj(x)
+        qk = self.qk_norm_rope(qk, rotation)
+        q, k = qk.split((self.attn.num_heads, self.attn.num_kv_heads), dim=1)
+        return self.o_proj(self.attn(q, k, v))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    """Attention and MLP, each after a norm."""
+
+    def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
+        super().__init__()
+        self.self_attn = Qwen3Attention(args, config, layer, f"{prefix}.self_attn")
+        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_act)
+        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """x [T, hidden] → [T, hidden]."""
+        x = self.self_attn(self.input_layernorm(x), rotation).add_(x)
+        return self.mlp(self.post_attention_layernorm(x)).add_(x)
+
+
+class Qwen3Model(nn.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(self, args: ModelArgs, config: JubakoConfig, prefix: str) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(args, config, i, f"{prefix}.layers.{i}")
+            for i in range(args.num_hidden_layers)
+        )
+        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.rotary = RotaryEmbedding(args.head_dim, args.rope, config.model_config.context_length)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Ids or embeddings of T tokens → [T, hidden]."""
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        rotation = self.rotary(positions)
+        for layer in self.layers:
+            x = layer(x, rotation)
+        return self.norm(x)
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The model and its head."""
+
+    def __init__(self, config: JubakoConfig, *, prefix: str = "") -> None:
+        super().__init__()
+        args = ModelArgs.from_config(config.model_config.hf_config)
+        self.model = Qwen3Model(args, config, f"{prefix}model")
+        self.lm_head = LMHead(
+            args.vocab_size,
+            args.hidden_size,
+            tied_to=self.model.embed_tokens if args.tie_word_embeddings else None,
+        )
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Ids [T] → what `forward` takes as `inputs_embeds`, [T, hidden]."""
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Ids or embeddings of T tokens at `positions` [T] → final hidden states [T, hidden]."""
+        return self.model(input_ids, positions, inputs_embeds)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final hidden states [r, hidden] → logits [r, V]."""
+        return self.lm_head(hidden)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Fill the model from Hugging Face's names; see `models.weights.load_weights`."""
+        return load_weights(self, weights, self.sanitize)
+
+    def sanitize(self, name: str) -> str | None:
+        """The model's own name of a tensor; None for a tied head."""
+        if name.startswith("lm_head.") and self.lm_head.tied:
+            return None
+        return with_model_prefix(name)

@@ -1,0 +1,70 @@
+"""How do a checkpoint's tensors get into a model, each exactly once?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from jubako.errors import CheckpointError, UnsupportedModelError
+from jubako.layers.weights import TakesWeights, WeightTarget
+
+_ROTARY_CACHES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+
+
+def load_weights(
+    model: nn.Module,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    sanitize: Callable[[str], str | None],
+) -> set[str]:
+    """Copy every tensor to its place and return the names that were used.
+
+    `sanitize` turns a checkpoint's name into the model's own, or None for a tensor that is not
+    wanted. Tensors are copied one at a time, so no second copy of the model ever exists. Raises
+    UnsupportedModelError for a tensor without a place, and CheckpointError for one that has the
+    wrong shape, comes twice or is missing.
+    """
+    targets = weight_targets(model)
+    missing = dict.fromkeys(targets)
+    used = set()
+    for name, tensor in weights:
+        own_name = None if name.endswith(_ROTARY_CACHES) else sanitize(name)
+        if own_name is None:
+            continue
+        if own_name not in targets:
+            raise UnsupportedModelError(
+                f"The checkpoint has a tensor {name!r} that {type(model).__name__} does not use; "
+                "its config.json may not describe this checkpoint."
+            )
+        if own_name not in missing:
+            raise CheckpointError(f"The checkpoint has the tensor {name!r} twice.")
+        target = targets[own_name]
+        if tuple(tensor.shape) != target.shape:
+            raise CheckpointError(
+                f"The checkpoint's tensor {name!r} has shape {list(tensor.shape)}; "
+                f"its configuration calls for {list(target.shape)}."
+            )
+        target.load(tensor)
+        del missing[own_name]
+        used.add(name)
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"The checkpoint lacks the tensor {next(iter(missing))!r}{others}.")
+    return used
+
+
+def weight_targets(model: nn.Module) -> dict[str, WeightTarget]:
+    """Every tensor the model takes, by the model's own name."""
+    targets = {}
+    for path, module in model.named_modules():
+        if isinstance(module, TakesWeights):
+            parent, _, name = path.rpartition(".")
+            for tensor_name, target in module.weight_targets(name):
+                targets[f"{parent}.{tensor_name}" if parent else tensor_name] = target
+    return targets
+
+
+def with_model_prefix(name: str) -> str:
+    """The name with "model." before it, as checkpoints of the bare decoder lack it."""
+    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"

@@ -1,0 +1,88 @@
+"""Which options fit together, and which requests can run at all?"""
+
+from __future__ import annotations
+
+from jubako.config import JubakoConfig
+from jubako.errors import ConfigError, NotImplementedFeatureError, ValidationError
+from jubako.kv_cache import KVCacheConfig
+from jubako.scheduler.request import Request
+
+DEFAULT_BLOCK_SIZE = 16
+"""Of a model without KV, where nothing depends on it."""
+
+
+def resolve_max_model_len(config: JubakoConfig, kv_cache_config: KVCacheConfig) -> int:
+    """The longest context in tokens; without `max_model_len`, as much as the cache holds."""
+    length = config.model_config.max_model_len
+    if length is not None:
+        return length
+    groups = kv_cache_config.kv_cache_groups
+    size = min((g.kv_cache_spec.block_size for g in groups), default=DEFAULT_BLOCK_SIZE)
+    return max(kv_cache_config.num_blocks - 1, 1) * size
+
+
+def check_options(config: JubakoConfig, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+    """Raise `ConfigError` for options with which some request could never run."""
+    options = config.scheduler_config
+    budget, seqs = options.token_budget, options.seq_limit
+    if seqs > budget:
+        raise ConfigError(
+            f"max_num_seqs={seqs} is more than max_num_batched_tokens={budget}; every running "
+            "request needs at least one token a step.",
+            "max_num_seqs",
+        )
+    if not options.enable_chunked_prefill and budget < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens={budget} is less than max_model_len={max_model_len}, so "
+            "without chunked prefill the longest prompts could never run; raise it, lower "
+            "max_model_len, or set enable_chunked_prefill.",
+            "max_num_batched_tokens",
+        )
+    if kv_cache_config.kv_cache_groups and kv_cache_config.num_blocks < 2:
+        raise ConfigError(
+            f"num_blocks={kv_cache_config.num_blocks} leaves no KV block for a request; at least 2 "
+            "are needed, one of which is never used.",
+            "num_gpu_blocks_override",
+        )
+
+
+def check_request(
+    request: Request, *, max_model_len: int, policy: str, media_room: int, has_grammars: bool
+) -> None:
+    """Raise `ValidationError` or `NotImplementedFeatureError` for a request that can never run.
+
+    `media_room` is the largest media item, in embeddings, that can be encoded.
+    """
+    if request.resumable:
+        raise NotImplementedFeatureError("Streaming input is not supported.", "resumable")
+    if request.priority != 0 and policy != "priority":
+        raise ValidationError(
+            "priority must be 0 unless the engine runs with scheduling_policy=priority, "
+            f"got {request.priority}.",
+            "priority",
+            request.priority,
+        )
+    if request.num_prompt_tokens == 0:
+        raise ValidationError("The prompt is empty; it needs at least one token.", "prompt")
+    # A generating request needs a place for its first token.
+    limit = max_model_len - (request.sampling_params is not None)
+    if request.num_prompt_tokens > limit:
+        raise ValidationError(
+            f"The prompt has {request.num_prompt_tokens} tokens; at most {limit} fit a context of "
+            f"{max_model_len}.",
+            "prompt",
+            request.num_prompt_tokens,
+            code="context_length_exceeded",
+        )
+    if request.uses_grammar and not has_grammars:
+        raise NotImplementedFeatureError(
+            "Structured outputs are not supported by this engine.", "structured_outputs"
+        )
+    largest = max(request.media_embeds, default=0)
+    if largest > media_room:
+        raise ValidationError(
+            f"A media item takes {largest} embeddings; at most {media_room} fit the encoder's step "
+            "and cache.",
+            "mm_features",
+            largest,
+        )

@@ -1,0 +1,255 @@
+"""How many tokens do the running requests get, and who gives way when blocks run out?"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from jubako.scheduler.encoder_scheduling import (
+    EncoderChunk,
+    commit,
+    plan_encoder_chunk,
+    release_claims,
+)
+from jubako.scheduler.fair_share import MAX_SHARING_PREFILLS, fair_share
+from jubako.scheduler.request import Request, RequestStatus
+from jubako.scheduler.state import SchedulerState
+from jubako.scheduler.step_plan import StepPlan
+
+
+class Verdict(Enum):
+    """What became of a request that was looked at."""
+
+    SCHEDULED = auto()
+    SET_ASIDE = auto()
+    """It waits for something else than room; others go on."""
+    NO_ROOM = auto()
+    """Blocks or encoder outputs do not fit now."""
+    NO_BUDGET = auto()
+    """It needs more tokens than this step has left."""
+    FAILED = auto()
+
+
+class RunningPlanner(SchedulerState):
+    """The first phase of a step: requests that run, in the order of their admission."""
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        running = self.running
+        lookahead = self.num_lookahead_tokens
+        num_scheduled = plan.num_scheduled
+        while plan.position < len(running) and plan.token_budget > 0:
+            request = running[plan.position]
+            computed = request.num_computed_tokens
+            count = request.num_tokens + len(request.spec_token_ids) - computed
+            chunk: EncoderChunk | None = None
+            if count != 1 or request.num_output_placeholders or computed < request.media_end:
+                count += request.num_output_placeholders
+                count = self._limit_running(request, count, plan)
+                if count > 0 and computed < request.media_end:
+                    chunk = self._plan_media(request, computed, count, plan)
+                    count = chunk.num_new_tokens
+                if count <= 0:
+                    if chunk is not None:
+                        release_claims(request, chunk, self.encoder_cache_manager)
+                    plan.position += 1
+                    continue
+            if computed + count + lookahead >= request.kv_event_tokens:
+                verdict = self._allocate_running(request, count, plan)
+                if verdict is not Verdict.SCHEDULED:
+                    if chunk is not None and request.status is RequestStatus.RUNNING:
+                        release_claims(request, chunk, self.encoder_cache_manager)
+                    if verdict is Verdict.NO_ROOM:
+                        break
+                    continue
+            num_scheduled[request.request_id] = count
+            plan.token_budget -= count
+            plan.running.append(request)
+            plan.position += 1
+            if request.spec_token_ids:
+                self._schedule_drafts(request, count, plan)
+            if chunk is not None:
+                self._commit_media(request, chunk, plan)
+
+    def _limit_running(self, request: Request, count: int, plan: StepPlan) -> int:
+        """Cut the tokens that a running request wants to what it may have in this step."""
+        computed = request.num_computed_tokens
+        in_flight = request.num_output_placeholders
+        if in_flight and request.num_tokens + in_flight >= request.total_token_limit:
+            # What is under way reaches the end.
+            return 0
+        if request.num_tokens - computed > 1:
+            count = self._limit_prefill(request, count, plan)
+        elif plan.draft_share is not None and request.spec_token_ids:
+            behind = len(self.running) - plan.position - 1
+            count = min(count, 1 + plan.draft_share, max(plan.token_budget - behind, 1))
+        # The last position of a context is sampled into, never computed from.
+        last = self.max_model_len - (request.sampling_params is not None)
+        return min(count, plan.token_budget, last - computed)
+
+    def _limit_prefill(self, request: Request, count: int, plan: StepPlan) -> int:
+        """Cut a chunk to the long-prefill threshold and the fair share."""
+        threshold = self._prefill_threshold(request)
+        if 0 < threshold < count:
+            count = threshold
+        if self.fair_prefill and count > 1:
+            share = self._share_for(request, plan)
+            if share is not None and share < count:
+                plan.shortened[request.request_id] = count
+                count = share
+        return count
+
+    def _prefill_threshold(self, request: Request) -> int:
+        options = self.config.scheduler_config
+        threshold = options.long_prefill_token_threshold
+        if threshold == 0 or (self.fair_prefill and len(self.requests) == 1):
+            return 0
+        if options.disable_chunked_mm_input:
+            # An item that may not be split must fit into the chunk, whatever its length.
+            computed = request.num_computed_tokens
+            for feature in request.mm_features:
+                position = feature.mm_position
+                if position.offset <= computed < position.offset + position.length:
+                    threshold = max(threshold, position.offset + position.length - computed)
+        return threshold
+
+    def _share_for(self, request: Request, plan: StepPlan) -> int | None:
+        """Most prompt tokens for `request`, so that others as urgent get their part."""
+        urgency = request.priority
+        if urgency not in plan.share_of:
+            plan.share_of[urgency] = self._fair_share(urgency)
+        return plan.share_of[urgency]
+
+    def _fair_share(self, urgency: int) -> int | None:
+        threshold = self.config.scheduler_config.long_prefill_token_threshold
+        sharing = [r for r in self._prefilling.values() if r.priority <= urgency]
+        places = min(
+            MAX_SHARING_PREFILLS - len(sharing), self.max_num_running_reqs - len(self.running)
+        )
+        if places > 0:
+            sharing += [
+                r
+                for r in self.waiting.first(places)
+                if r.awaits_admission and r.priority <= urgency
+            ]
+        wants = [r.num_tokens - r.num_computed_tokens for r in sharing[:MAX_SHARING_PREFILLS]]
+        if threshold and len(wants) > 1:
+            wants = [min(want, threshold) for want in wants]
+        decodes = len(self.running) - len(self._prefilling)
+        return fair_share(wants, self.max_num_scheduled_tokens - decodes)
+
+    def _draft_share(self) -> int | None:
+        """Drafts for each request when not all fit, after one token for everybody."""
+        wanted = [len(r.spec_token_ids) for r in self.running]
+        room = self.max_num_scheduled_tokens - len(wanted)
+        if sum(wanted) <= room:
+            return None
+        drafting = sum(1 for count in wanted if count)
+        return -(-max(room, 0) // drafting)
+
+    def _schedule_drafts(self, request: Request, count: int, plan: StepPlan) -> None:
+        """The drafts that the chunk has room for; the others are forgotten."""
+        given = request.spec_token_ids
+        known = request.num_tokens + request.num_output_placeholders
+        fitting = count + request.num_computed_tokens - known
+        if fitting > 0:
+            plan.drafts[request.request_id] = given[:fitting]
+        plan.given_drafts[request.request_id] = given
+        request.spec_token_ids = []
+
+    # -- blocks and preemption ----------------------------------------------------------------
+
+    def _allocate_running(self, request: Request, count: int, plan: StepPlan) -> Verdict:
+        """Blocks for `count` more tokens, at the cost of less urgent requests if need be.
+
+        NO_ROOM: the request itself had to give way.
+        """
+        manager = self.kv_cache_manager
+        try:
+            while True:
+                blocks = manager.allocate_slots(
+                    request, count, num_lookahead_tokens=self.num_lookahead_tokens
+                )
+                if blocks is not None:
+                    break
+                victim = self._choose_victim()
+                if victim is request and len(self.running) == 1 and not self._others_hold_blocks():
+                    self._fail(request, self._too_long_message(request))
+                    return Verdict.FAILED
+                self._take_from_running(victim, plan)
+                if victim is request:
+                    return Verdict.NO_ROOM
+            request.kv_event_tokens = manager.next_event_tokens(request.request_id)
+            plan.add_block_ids(request.request_id, blocks.get_block_ids(allow_none=True))
+        except Exception as error:
+            self._fail_with(request, error)
+            return Verdict.FAILED
+        return Verdict.SCHEDULED
+
+    def _choose_victim(self) -> Request:
+        if self.policy == "priority":
+            return max(self.running)
+        return self.running[-1]
+
+    def _take_from_running(self, victim: Request, plan: StepPlan) -> None:
+        """Preempt a running request, undoing what this step had already given it."""
+        index = self.running.index(victim)
+        del self.running[index]
+        if index < plan.position:
+            plan.position -= 1
+        if victim.request_id in plan.num_scheduled:
+            plan.remove(victim)
+            self._undo_media(victim, plan)
+        self._preempt(victim, plan.timestamp)
+        self.waiting.put_back([victim])
+        plan.preempted.add(victim.request_id)
+
+    def _displace(self, plan: StepPlan) -> None:
+        """Preempt running requests for more urgent ones that find every place taken."""
+        if not self.waiting or len(self.running) < self.max_num_running_reqs:
+            return
+        if max(self.running).priority <= self.waiting.peek().priority:
+            return
+        victims = sorted(self.running, reverse=True)
+        arrivals = [r for r in self.waiting.first(len(victims)) if r.awaits_admission]
+        for victim, arrival in zip(victims, arrivals, strict=False):
+            if arrival.priority >= victim.priority:
+                break
+            self._take_from_running(victim, plan)
+
+    def _too_long_message(self, request: Request) -> str:
+        blocks = self.kv_cache_config.num_blocks - 1
+        return (
+            f"The request needs KV for {request.num_tokens} tokens, more than all {blocks} blocks "
+            "of the cache hold. Shorten it, or give the cache more memory."
+        )
+
+    # -- media --------------------------------------------------------------------------------
+
+    def _plan_media(
+        self, request: Request, computed: int, count: int, plan: StepPlan
+    ) -> EncoderChunk:
+        return plan_encoder_chunk(
+            request,
+            computed,
+            count,
+            plan.encoder_budget,
+            self.encoder_cache_manager,
+            split_items=not self.config.scheduler_config.disable_chunked_mm_input,
+            ec_connector=self.ec_connector,
+        )
+
+    def _commit_media(self, request: Request, chunk: EncoderChunk, plan: StepPlan) -> None:
+        commit(request, chunk, self.encoder_cache_manager, self.ec_connector)
+        plan.encoder_budget = chunk.compute_budget
+        if chunk.inputs:
+            plan.encoder_inputs[request.request_id] = chunk.inputs
+
+    def _undo_media(self, victim: Request, plan: StepPlan) -> None:
+        """Take a victim's encoder work out of the step; whoever counts on it takes over."""
+        inputs = plan.encoder_inputs.pop(victim.request_id, [])
+        plan.encoder_budget += sum(victim.media_embeds[i] for i in inputs)
+        everything = range(len(victim.mm_features))
+        for _, (heir_id, input_id) in self.encoder_cache_manager.rollback(victim, everything):
+            heir = self.requests[heir_id]
+            plan.encoder_inputs.setdefault(heir_id, []).append(input_id)
+            plan.encoder_inputs[heir_id].sort()
+            plan.encoder_budget -= heir.media_embeds[input_id]

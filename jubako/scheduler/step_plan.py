@@ -1,0 +1,134 @@
+"""What has been decided for the step that is being scheduled, and how does it look as records?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from jubako.kv_cache import KVCacheManager
+from jubako.scheduler.output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
+from jubako.scheduler.request import Request
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The step so far. Dicts are by request id; the order of `num_scheduled` is the batch's."""
+
+    token_budget: int
+    encoder_budget: int
+    timestamp: float
+    share_of: dict[int, int | None] = field(default_factory=dict)
+    """Fair share of prompt tokens, by the priority of the request that asks; None: no limit."""
+    draft_share: int | None = None
+    """Most drafts a request may bring, when all of them do not fit."""
+    position: int = 0
+    """How far phase 1 has come in the list of running requests."""
+    num_scheduled: dict[str, int] = field(default_factory=dict)
+    running: list[Request] = field(default_factory=list)
+    new: list[Request] = field(default_factory=list)
+    resumed: list[Request] = field(default_factory=list)
+    new_block_ids: dict[str, BlockIds] = field(default_factory=dict)
+    """Only of requests that ran before and got blocks."""
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    given_drafts: dict[str, list[int]] = field(default_factory=dict)
+    """All drafts that a request brought, to give them back if it is taken out again."""
+    encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
+    shortened: dict[str, int] = field(default_factory=dict)
+    """Requests that a fair share cut, with the tokens that they would have taken."""
+    preempted: set[str] = field(default_factory=set)
+    lora_ids: set[int] = field(default_factory=set)
+
+    def add_block_ids(self, request_id: str, block_ids: BlockIds | None) -> None:
+        """Note blocks for a request that ran before, behind those already noted."""
+        if block_ids is None:
+            return
+        earlier = self.new_block_ids.get(request_id)
+        if earlier is not None:
+            block_ids = tuple(old + new for old, new in zip(earlier, block_ids))
+        self.new_block_ids[request_id] = block_ids
+
+    def remove(self, request: Request) -> int:
+        """Take a running request out again; the number of tokens it had."""
+        request_id = request.request_id
+        self.running.remove(request)
+        num_tokens = self.num_scheduled.pop(request_id)
+        self.token_budget += num_tokens
+        self.new_block_ids.pop(request_id, None)
+        self.drafts.pop(request_id, None)
+        self.given_drafts.pop(request_id, None)
+        self.shortened.pop(request_id, None)
+        return num_tokens
+
+    def to_output(
+        self,
+        kv_cache_manager: KVCacheManager,
+        previous_step: Collection[str],
+        send_new_token_ids: bool,
+    ) -> SchedulerOutput:
+        """The records of this step; request counters must still be those from before it."""
+        return SchedulerOutput(
+            scheduled_new_reqs=[_new_request_data(r, kv_cache_manager) for r in self.new],
+            scheduled_cached_reqs=self._cached_request_data(
+                kv_cache_manager, previous_step, send_new_token_ids
+            ),
+            num_scheduled_tokens=self.num_scheduled,
+            total_num_scheduled_tokens=sum(self.num_scheduled.values()),
+            scheduled_spec_decode_tokens=self.drafts,
+            scheduled_encoder_inputs=self.encoder_inputs,
+            preempted_req_ids=self.preempted or None,
+        )
+
+    def _cached_request_data(
+        self,
+        kv_cache_manager: KVCacheManager,
+        previous_step: Collection[str],
+        send_new_token_ids: bool,
+    ) -> CachedRequestData:
+        requests = self.running + self.resumed if self.resumed else self.running
+        if not requests:
+            return CachedRequestData()
+        req_ids = [request.request_id for request in requests]
+        new_block_ids: list[BlockIds | None]
+        if self.new_block_ids:
+            new_block_ids = [self.new_block_ids.get(request_id) for request_id in req_ids]
+        else:
+            new_block_ids = [None] * len(req_ids)
+        for row, request in enumerate(self.resumed, start=len(self.running)):
+            new_block_ids[row] = kv_cache_manager.get_block_ids(request.request_id)
+        new_token_ids: list[list[int]] = []
+        if send_new_token_ids:
+            for request in requests:
+                first = request.num_computed_tokens
+                stop = first + self.num_scheduled[request.request_id]
+                new_token_ids.append(request.all_token_ids[first:stop])
+        return CachedRequestData(
+            req_ids=req_ids,
+            resumed_req_ids={request.request_id for request in self.resumed},
+            new_token_ids=new_token_ids,
+            all_token_ids={
+                request.request_id: request.all_token_ids.copy()
+                for request in requests
+                if request.request_id not in previous_step
+            },
+            new_block_ids=new_block_ids,
+            num_computed_tokens=[request.num_computed_tokens for request in requests],
+            num_output_tokens=[
+                request.num_tokens - request.num_prompt_tokens + request.num_output_placeholders
+                for request in requests
+            ],
+        )
+
+
+def _new_request_data(request: Request, kv_cache_manager: KVCacheManager) -> NewRequestData:
+    return NewRequestData(
+        req_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling_params=request.sampling_params,
+        block_ids=kv_cache_manager.get_block_ids(request.request_id),
+        num_computed_tokens=request.num_computed_tokens,
+        mm_features=request.mm_features,
+        pooling_params=request.pooling_params,
+        lora_request=request.lora_request,
+        prompt_embeds=request.prompt_embeds,
+        seed=request.seed,
+    )

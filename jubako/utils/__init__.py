@@ -1,0 +1,1 @@
+"""Things that every room may use and that know nothing of models: paths, the machine, logging."""

@@ -1,0 +1,534 @@
+"""The manager under random operations, with the memory that it manages played along.
+
+A step is planned request by request, then runs as a whole. The shadow memory tells whether every
+request finds, wherever it reads, the KV that it would have computed itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from math import lcm
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jubako.kv_cache import KVCacheBlock, KVCacheManager, KVCacheSpec, MambaSpec
+from jubako.kv_cache.specs import cdiv
+
+from .fakes import (
+    NIGHTLY,
+    FakeRequest,
+    chunked,
+    engine_config,
+    full,
+    make_manager,
+    mamba,
+    queue,
+    request,
+    sink,
+    window,
+)
+from .invariants import EventReplay, check_pool, check_tables, owners_of, snapshot
+from .lookup import needed_blocks, oracle
+from .shadow import Part, ShadowMemory, contents
+
+LIMIT = 64
+BUDGET = 12
+LOGGER = logging.getLogger("jubako.kv_cache.block_pool")
+
+PROMPTS = [list(range(LIMIT)), [*range(16), *range(100, 148)]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_warnings():
+    """A refused reset of the prefix cache is a daily matter here."""
+    level = LOGGER.level
+    LOGGER.setLevel(logging.ERROR)
+    yield
+    LOGGER.setLevel(level)
+
+
+@dataclass(eq=False)
+class Live:
+    """A request and where the scheduler has it."""
+
+    req: FakeRequest
+    source: list[int]
+    drafts: list[int] = field(default_factory=list)
+    part: Part | None = None
+    loading: bool = False
+    floor: list[int] = field(default_factory=list)
+    failures: int = 0
+
+    @property
+    def running(self) -> bool:
+        return not self.req.awaits_admission
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    specs: tuple[KVCacheSpec, ...] = (full(),)
+    hash_block_size = 4
+    caching = True
+    use_eagle = False
+    num_blocks = 44
+    drafts_allowed = True
+    external_allowed = True
+    interleaved = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m: KVCacheManager = make_manager(
+            *self.specs,
+            num_blocks=self.num_blocks,
+            max_model_len=LIMIT,
+            hash_block_size=self.hash_block_size,
+            enable_caching=self.caching,
+            use_eagle=self.use_eagle,
+            log_stats=True,
+            enable_kv_cache_events=True,
+            max_num_batched_tokens=BUDGET,
+            interleaved_free=self.interleaved,
+        )
+        self.live: dict[str, Live] = {}
+        self.count = 0
+        self.detached: list[list[KVCacheBlock]] = []
+        self.replay = EventReplay()
+        self.shadow = ShadowMemory(self.specs)
+        self.evicted = False
+        config = engine_config(
+            max_model_len=LIMIT,
+            max_num_batched_tokens=BUDGET,
+            mamba_cache_mode=next(
+                (s.mamba_cache_mode for s in self.specs if isinstance(s, MambaSpec)), "none"
+            ),
+        )
+        self.most = [
+            cdiv(spec.max_memory_usage_bytes(config), spec.page_size_bytes) for spec in self.specs
+        ]
+        self.sinks = [
+            b.block_id
+            for manager in self.m.coordinator.single_type_managers
+            for b in getattr(manager, "sink_blocks", ())
+        ]
+
+    # Requests in a state, by number
+
+    def choose(self, number: int, **states: bool) -> Live | None:
+        fits = [
+            r
+            for r in self.live.values()
+            if all(bool(getattr(r, k)) == v for k, v in states.items())
+        ]
+        return fits[number % len(fits)] if fits else None
+
+    # Rules
+
+    @precondition(lambda self: len(self.live) < 8)
+    @rule(
+        prompt=st.integers(0, 1),
+        shared=st.integers(0, 50),
+        own=st.integers(0, 12),
+        salt=st.sampled_from([None, None, None, "salt"]),
+    )
+    def add(self, prompt: int, shared: int, own: int, salt: str | None) -> None:
+        self.count += 1
+        tokens = PROMPTS[prompt][:shared] + [1000 + self.count] * own or [7]
+        req = request(
+            f"r{self.count}", tokens, cache_salt=salt, hash_block_size=self.hash_block_size
+        )
+        self.live[req.request_id] = Live(req, PROMPTS[prompt])
+
+    @precondition(lambda self: self.choose(0, running=False, loading=False))
+    @rule(
+        number=st.integers(0, 7),
+        n=st.integers(1, BUDGET),
+        external=st.integers(-30, 30),
+        load_async=st.booleans(),
+        delay=st.booleans(),
+        whole=st.booleans(),
+    )
+    def admit(
+        self, number: int, n: int, external: int, load_async: bool, delay: bool, whole: bool
+    ) -> None:
+        r = self.choose(number, running=False, loading=False)
+        req, m = r.req, self.m
+        assert req.num_computed_tokens == 0
+        blocks, hit = self.checked_lookup(req)
+        external = min(max(external, 0), req.num_tokens - 1 - hit) if self.external_allowed else 0
+        load_async = load_async and external > 0
+        n = 0 if load_async else min(n, req.num_tokens - hit - external)
+        if whole and not external:
+            before = snapshot(m)
+            held = self.checked_allocate(
+                r, n, hit, blocks, 0, False, 0, full_sequence_must_fit=True
+            )
+            if held is None and m.get_block_ids(req.request_id) == ([],) * len(self.specs):
+                assert snapshot(m) == before or self.room_for(r, n, hit, blocks)
+            return
+        self.checked_allocate(r, n, hit, blocks, external, load_async or (delay and external), 0)
+        if load_async and r.running:
+            r.loading = True
+
+    def room_for(self, r: Live, n: int, hit: int, blocks) -> bool:
+        """The whole fits, so that it was the step that did not."""
+        whole = r.req.num_tokens
+        needed = self.m.coordinator.get_num_blocks_to_allocate(
+            r.req.request_id, whole, blocks.blocks, 0, hit, whole, True
+        )
+        return needed <= self.m.block_pool.get_num_free_blocks()
+
+    @precondition(lambda self: self.choose(0, running=True, part=False, loading=False))
+    @rule(
+        number=st.integers(0, 7),
+        n=st.integers(1, BUDGET),
+        drafts=st.integers(0, 3),
+        lookahead=st.integers(0, 3),
+    )
+    def go_on(self, number: int, n: int, drafts: int, lookahead: int) -> None:
+        r = self.choose(number, running=True, part=False, loading=False)
+        req = r.req
+        open_tokens = req.num_tokens - req.num_computed_tokens
+        n = min(n, open_tokens)
+        if n == open_tokens == 1 and self.drafts_allowed:
+            r.drafts = [
+                self.next_token(r, req.num_tokens + i)
+                for i in range(min(drafts, LIMIT - 1 - req.num_tokens))
+            ]
+            n += len(r.drafts)
+        else:
+            lookahead = 0
+        self.checked_allocate(r, n, 0, None, 0, False, lookahead)
+
+    @precondition(lambda self: self.choose(0, part=True) or self.choose(0, loading=True))
+    @rule(accepted=st.integers(0, 3))
+    def run_step(self, accepted: int) -> None:
+        parts = [r for r in self.live.values() if r.part]
+        self.shadow.run([r.part for r in parts])
+        for r in parts:
+            self.settle(r, accepted)
+        self.start_step()
+
+    @precondition(lambda self: self.choose(0, part=True))
+    @rule()
+    def fail_step(self) -> None:
+        """What the step would have written is missing."""
+        self.m.evict_blocks(self.m.take_registered_block_ids())
+        self.evicted = True
+        for r in list(self.live.values()):
+            if r.part:
+                r.req.num_computed_tokens = r.part.start
+                r.failures += 1
+                if r.part.start < r.part.computed:
+                    # Its hits may be among what is missing.
+                    self.preempt_now(r)
+                r.part = None
+            elif r.loading:
+                self.preempt_now(r)
+        self.start_step()
+
+    @precondition(lambda self: self.choose(0, running=True, part=False))
+    @rule(number=st.integers(0, 7), later=st.booleans())
+    def finish(self, number: int, later: bool) -> None:
+        r = self.choose(number, running=True, part=False)
+        self.release(r, later)
+        del self.live[r.req.request_id]
+
+    @precondition(lambda self: self.choose(0, running=True, loading=False))
+    @rule(number=st.integers(0, 7))
+    def preempt(self, number: int) -> None:
+        r = self.choose(number, running=True, loading=False)
+        if r.part:
+            # Requests admitted since may have hit what it will not compute.
+            for other in self.live.values():
+                new = other.part and other.part.start == 0
+                if other is not r and (new or other.loading):
+                    self.m.evict_uncomputed_blocks(other.req.request_id, 0)
+                    self.preempt_now(other)
+            self.m.evict_uncomputed_blocks(r.req.request_id, r.part.start)
+            self.evicted = True
+        self.preempt_now(r)
+
+    @precondition(lambda self: self.detached)
+    @rule()
+    def free_detached(self) -> None:
+        self.m.block_pool.free_blocks(reversed(self.detached.pop()))
+
+    @rule(ids=st.sets(st.integers(0, 43), max_size=2))
+    def evict(self, ids: set[int]) -> None:
+        self.evicted = True
+        self.m.evict_blocks(ids)
+
+    @rule()
+    def reset(self) -> None:
+        before = snapshot(self.m)
+        idle = not owners_of(self.m, self.detached)
+        assert self.m.reset_prefix_cache() == idle
+        if idle:
+            assert all(b.block_hash is None for b in self.m.block_pool.blocks)
+        else:
+            assert snapshot(self.m) == before
+
+    # Steps of rules
+
+    def next_token(self, r: Live, position: int) -> int:
+        return r.source[position] if r.req.num_tokens <= 40 else 2000 + position
+
+    def start_step(self) -> None:
+        for r in list(self.live.values()):
+            if r.loading:
+                # The connector has filled its blocks since.
+                self.shadow.load(r.part_loading)
+                self.m.cache_blocks(r.req, r.req.num_computed_tokens)
+                r.loading = False
+        self.m.new_step_starts()
+        self.m.take_registered_block_ids()
+
+    def settle(self, r: Live, accepted: int) -> None:
+        req, part = r.req, r.part
+        r.part = None
+        if part.delayed:
+            self.m.cache_blocks(req, min(part.stop, req.num_tokens))
+        if part.stop >= req.num_tokens:
+            accepted = min(accepted, len(r.drafts))
+            req.num_computed_tokens -= len(r.drafts) - accepted
+            sampled = self.next_token(r, req.num_tokens + accepted)
+            req.extend([*r.drafts[:accepted], sampled])
+        r.drafts = []
+        if req.num_tokens >= LIMIT - 2:
+            self.release(r, False)
+            del self.live[req.request_id]
+
+    def preempt_now(self, r: Live) -> None:
+        self.release(r, False)
+        r.part, r.loading, r.drafts, r.floor, r.failures = None, False, [], [], 0
+        r.req.num_computed_tokens = 0
+        r.req.num_preemptions += 1
+        r.req.awaits_admission = True
+
+    def release(self, r: Live, later: bool) -> None:
+        m, request_id = self.m, r.req.request_id
+        tables = m.coordinator.get_blocks(request_id)
+        tables = [list(row) for row in tables]
+        before = queue(m)
+        if later:
+            self.detached.append(m.pop_blocks_for_free(r.req))
+            assert queue(m) == before
+        else:
+            m.free(r.req)
+            after = queue(m)
+            assert after[: len(before)] == before
+            position = {block_id: i for i, block_id in enumerate(after)}
+            for row in tables:
+                gone = [position[b.block_id] for b in row if b.block_id and b.ref_cnt == 0]
+                assert gone == sorted(gone, reverse=True)
+        for manager in m.coordinator.single_type_managers:
+            assert request_id not in manager.req_to_blocks
+            assert request_id not in manager.num_cached_block
+            assert request_id not in getattr(manager, "_align", ())
+        assert m.next_event_tokens(request_id) == 0
+
+    def checked_lookup(self, req: FakeRequest):
+        m = self.m
+        before = snapshot(m)
+        blocks, hit = m.get_computed_blocks(req)
+        m._last_lookup = (None, m.empty_kv_cache_blocks, 0)
+        again = m.get_computed_blocks(req)
+        assert (again[0].get_block_ids(), again[1]) == (blocks.get_block_ids(), hit)
+        assert snapshot(m) == before
+        if not self.caching:
+            assert hit == 0
+            return blocks, hit
+        keys = m.block_pool.cached_block_hash_to_block
+        cached = []
+        for group, spec in enumerate(self.specs):
+            scale = spec.block_size // self.hash_block_size
+            suffix = group.to_bytes(4, "big")
+            hashes = req.block_hashes[scale - 1 :: scale]
+            cached.append({i for i, h in enumerate(hashes) if h + suffix in keys})
+        eagle = range(len(self.specs)) if self.use_eagle else ()
+        assert hit == oracle(self.specs, cached, req.num_tokens - 1, eagle)
+        assert hit <= req.num_tokens - 1
+        assert hit % lcm(*(spec.block_size for spec in self.specs)) == 0
+        for group, (spec, row) in enumerate(zip(self.specs, blocks.blocks)):
+            assert len(row) * spec.block_size == hit or not hit
+            needed = set(needed_blocks(spec, hit))
+            scale = spec.block_size // self.hash_block_size
+            for index, block in enumerate(row):
+                if block.is_null:
+                    assert index not in needed
+                else:
+                    own = req.block_hashes[(index + 1) * scale - 1]
+                    assert block.block_hash == own + group.to_bytes(4, "big")
+        return blocks, hit
+
+    def checked_allocate(
+        self, r, n, hit, blocks, external, delay, lookahead, full_sequence_must_fit=False
+    ):
+        m, req = self.m, r.req
+        request_id = req.request_id
+        start = req.num_computed_tokens
+        computed = start + hit + external
+        old = [list(ids) for ids in m.get_block_ids(request_id)]
+        total, main = computed, computed + n
+        slots = min(main + lookahead, LIMIT)
+        hits = blocks.blocks if blocks is not None else ((),) * len(self.specs)
+        fast = slots < m.next_event_tokens(request_id) and blocks is None
+        if not fast and not full_sequence_must_fit:
+            m.coordinator.remove_skipped_blocks(request_id, total)
+        before, free = snapshot(m), m.block_pool.get_num_free_blocks()
+        needed = m.coordinator.get_num_blocks_to_allocate(
+            request_id, slots, hits, 0, computed, main
+        )
+        added = m.allocate_slots(
+            req,
+            n,
+            hit,
+            blocks,
+            lookahead,
+            external,
+            delay_cache_blocks=bool(delay),
+            full_sequence_must_fit=full_sequence_must_fit,
+        )
+        now_free = m.block_pool.get_num_free_blocks()
+        if added is None:
+            assert full_sequence_must_fit or needed > free
+            if not full_sequence_must_fit:
+                assert snapshot(m) == before
+            r.drafts = []
+            return None
+        if fast:
+            assert (needed, added) == (0, m.empty_kv_cache_blocks)
+            assert snapshot(m) == before
+        assert free - now_free == needed
+        tables = [list(ids) for ids in m.get_block_ids(request_id)]
+        self.check_growth(r, old, tables, added, total, main, slots, blocks, external)
+        if self.caching and not delay and not self.evicted:
+            self.check_registered(req, min(main, req.num_tokens))
+
+        req.num_computed_tokens = main
+        req.awaits_admission = False
+        sequence = req.all_token_ids + r.drafts
+        part = Part(
+            start=start,
+            computed=computed,
+            stop=main,
+            content=contents(sequence[:main], req.cache_salt),
+            tables=tables,
+            loaded=[self.to_load(g, t, total) if external else set() for g, t in enumerate(tables)],
+        )
+        part.delayed = bool(delay)
+        if n:
+            r.part = part
+        else:
+            r.part_loading = part
+        return added
+
+    def to_load(self, group: int, ids: list[int], total: int) -> set[int]:
+        """Ids that a connector fills: beyond the hits, up to the external tokens."""
+        end = cdiv(total, self.specs[group].block_size)
+        manager = self.m.coordinator.single_type_managers[group]
+        if isinstance(manager.kv_cache_spec, MambaSpec):
+            return {ids[end - 1]}
+        return {i for i in ids[:end] if i and self.m.block_pool.blocks[i].ref_cnt == 1}
+
+    def check_growth(self, r, old, tables, added, total, main, slots, blocks, external) -> None:
+        for group, (spec, manager) in enumerate(
+            zip(self.specs, self.m.coordinator.single_type_managers)
+        ):
+            size, now, then = spec.block_size, tables[group], old[group]
+            new = [b.block_id for b in added.blocks[group]]
+            assert not new or now[-len(new) :] == new
+            aligned = isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
+            assert len(now) * size >= (main if aligned else slots)
+            assert len(now) >= len(then)
+            for index, (a, b) in enumerate(zip(then, now)):
+                # An entry keeps its block or becomes null.
+                assert b in (a, 0) or (aligned and a == 0), (index, then, now)
+            skipped = max(manager.get_num_skipped_tokens(total), 0) // size
+            real = [i for i in now if i]
+            if not isinstance(spec, MambaSpec):
+                assert all(i == 0 for i in now[:skipped])
+                assert all(now[skipped:])
+            limit = self.most[group] + cdiv(max(slots - main, 0) + len(r.drafts), size)
+            if aligned:
+                sp = spec.num_speculative_blocks
+                # A state that a failed step has left unwritten is in the way for a while.
+                limit = (3 + sp if 0 < sp <= size else 2 + sp) + r.failures
+            assert len(real) <= limit, (group, now)
+            registered = manager.num_cached_block.get(r.req.request_id, 0)
+            if r.floor and not self.evicted:
+                assert registered >= r.floor[group]
+        r.floor = [
+            manager.num_cached_block.get(r.req.request_id, 0)
+            for manager in self.m.coordinator.single_type_managers
+        ]
+
+    def check_registered(self, req: FakeRequest, known: int) -> None:
+        for spec, manager in zip(self.specs, self.m.coordinator.single_type_managers):
+            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
+                continue
+            row = manager.req_to_blocks.get(req.request_id, ())
+            for block in row[: known // spec.block_size]:
+                assert block.is_null or block.block_hash is not None
+
+    @invariant()
+    def holds(self) -> None:
+        check_pool(self.m.block_pool, owners_of(self.m, self.detached), self.sinks)
+        check_tables(self.m, {i: r.req for i, r in self.live.items()}, self.evicted)
+        self.replay.apply(self.m.take_events())
+        self.replay.check(self.m.block_pool)
+
+    def teardown(self) -> None:
+        for r in self.live.values():
+            self.m.free(r.req)
+        for blocks in self.detached:
+            self.m.block_pool.free_blocks(reversed(blocks))
+        pool = self.m.block_pool
+        assert pool.get_num_free_blocks() == self.num_blocks - 1 - len(self.sinks)
+        assert all(b.ref_cnt == 0 for b in pool.blocks if not b.is_null)
+        assert pool.get_usage() == 0
+        assert pool.reset_prefix_cache()
+        stats = self.m.make_prefix_cache_stats()
+        queries = stats.queries + stats.preempted_queries
+        assert stats.hits + stats.preempted_hits + stats.null_hits <= queries
+
+
+MIXES = {
+    "Full": {"specs": (full(),)},
+    "FullNoCaching": {"specs": (full(),), "caching": False},
+    "FullEagle": {"specs": (full(),), "use_eagle": True},
+    "Window": {"specs": (window(10),)},
+    "FullWindow": {"specs": (full(), window(8))},
+    "FullWindowEagle": {"specs": (full(), window(8)), "use_eagle": True, "interleaved": False},
+    "FullTwoWindows": {"specs": (full(), window(6), window(13))},
+    "FullLargeWindow": {"specs": (full(), window(9, block_size=8))},
+    "Chunked": {"specs": (chunked(12),)},
+    "FullChunked": {"specs": (full(), chunked(8))},
+    "Sink": {"specs": (sink(8),)},
+    "MambaAll": {"specs": (full(), mamba("all")), "drafts_allowed": False},
+    "MambaAlign": {"specs": (full(), mamba()), "drafts_allowed": False},
+    "MambaAlignSpeculative": {"specs": (full(), mamba(sp=2)), "external_allowed": False},
+    "MambaNone": {
+        "specs": (full(), mamba("none", block_size=LIMIT)),
+        "caching": False,
+        "drafts_allowed": False,
+    },
+    "WindowMambaAlign": {
+        "specs": (full(), window(8), mamba()),
+        "drafts_allowed": False,
+        "interleaved": False,
+    },
+}
+for _name, _values in MIXES.items():
+    _machine = type(f"{_name}Machine", (ManagerMachine,), _values)
+    _case = _machine.TestCase
+    _case.settings = settings(
+        max_examples=120 if NIGHTLY else 20,
+        stateful_step_count=120 if NIGHTLY else 50,
+        deadline=None,
+    )
+    globals()[f"Test{_name}"] = _case
+del _case

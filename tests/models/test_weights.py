@@ -1,0 +1,230 @@
+"""Every tensor of a checkpoint goes to its place once, and what does not fit is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+from jubako.errors import CheckpointError, UnsupportedModelError
+from jubako.models.load import attention_layers, build_model, load_model
+from jubako.models.registry import get_model_class, supported_architectures
+
+from .harness import PagedRunner, from_transformers, hf_config_of, make_config
+from .tiny import CONFIGS, MIXED, SIZES, reference_model
+
+Weights = dict[str, torch.Tensor]
+
+every_model = pytest.mark.parametrize("name", CONFIGS)
+
+
+def empty_model(reference: Any, dtype: str = "float32") -> Any:
+    return build_model(make_config(hf_config_of(reference), dtype), torch.device("cpu"))
+
+
+def parameters(model: Any) -> Weights:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_equal(a: Weights, b: Weights) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+@every_model
+def test_order_and_prefix_do_not_matter(name: str) -> None:
+    reference = reference_model(name)
+    want = parameters(from_transformers(reference))
+    model = empty_model(reference)
+    weights = [(n.removeprefix("model."), t) for n, t in reference.state_dict().items()]
+    used = model.load_weights(reversed(weights))
+    assert_equal(parameters(model), want)
+    tied = reference.config.tie_word_embeddings
+    assert used == {n for n, _ in weights if not (tied and n == "lm_head.weight")}
+
+
+@every_model
+def test_loads_in_place(name: str) -> None:
+    """Each tensor is copied into its part of a parameter, so no second model is ever held."""
+    reference = reference_model(name)
+    model = empty_model(reference)
+    places = {n: p.data_ptr() for n, p in model.named_parameters()}
+    model.load_weights(reference.state_dict().items())
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == places
+
+
+@every_model
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parameters_have_the_dtype_and_no_gradient(name: str, dtype: str) -> None:
+    model = empty_model(reference_model(name), dtype)
+    for path, parameter in model.named_parameters():
+        assert not parameter.requires_grad
+        assert parameter.dtype is (torch.float32 if "norm" in path else getattr(torch, dtype)), path
+    assert not model.training
+
+
+def test_a_missing_tensor_is_named() -> None:
+    reference = reference_model("qwen2")
+    weights = reference.state_dict()
+    del weights["model.layers.2.self_attn.k_proj.bias"]
+    with pytest.raises(CheckpointError, match=r"lacks.*model\.layers\.2\.self_attn\.k_proj\.bias"):
+        empty_model(reference).load_weights(weights.items())
+    del weights["model.norm.weight"]
+    with pytest.raises(CheckpointError, match="and 1 more"):
+        empty_model(reference).load_weights(weights.items())
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["model.layers.4.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "score.weight"],
+)
+def test_an_extra_tensor_is_named(extra: str) -> None:
+    reference = reference_model("llama")
+    weights = {**reference.state_dict(), extra: torch.zeros(1)}
+    with pytest.raises(UnsupportedModelError, match=extra.replace(".", r"\.")):
+        empty_model(reference).load_weights(weights.items())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", [32, 64]),
+        ("model.layers.1.self_attn.q_norm.weight", [32]),
+        ("model.embed_tokens.weight", [128, 64]),
+        ("model.norm.weight", [64]),
+    ],
+)
+def test_a_misshapen_tensor_is_named_with_both_shapes(tensor: str, shape: list[int]) -> None:
+    reference = reference_model("gemma3")
+    weights = reference.state_dict()
+    if "k_proj" in tensor:
+        shape = [64, 64]
+    weights[tensor] = torch.zeros(3)
+    with pytest.raises(CheckpointError) as error:
+        empty_model(reference).load_weights(weights.items())
+    assert tensor in str(error.value)
+    assert str(shape) in str(error.value)
+    assert "[3]" in str(error.value)
+
+
+def test_a_tensor_may_not_come_twice() -> None:
+    reference = reference_model("llama")
+    weights = list(reference.state_dict().items())
+    with pytest.raises(CheckpointError, match="twice"):
+        empty_model(reference).load_weights([*weights, weights[3]])
+
+
+def test_rotary_caches_are_ignored() -> None:
+    reference = reference_model("llama")
+    caches = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+        "model.rotary_emb.cos_cached": torch.zeros(8),
+        "model.rotary_emb.sin_cached": torch.zeros(8),
+    }
+    model = empty_model(reference)
+    used = model.load_weights({**caches, **reference.state_dict()}.items())
+    assert not used & caches.keys()
+
+
+def test_a_tied_head_shares_the_embedding() -> None:
+    reference = reference_model("llama tied, biased, llama3 rope")
+    model = empty_model(reference)
+    weights = {**reference.state_dict(), "lm_head.weight": torch.full((128, 64), float("nan"))}
+    assert "lm_head.weight" not in model.load_weights(weights.items())
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_an_untied_head_must_be_there() -> None:
+    reference = reference_model("llama")
+    weights = reference.state_dict()
+    del weights["lm_head.weight"]
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        empty_model(reference).load_weights(weights.items())
+
+
+class TestMultimodalGemma3:
+    """Of a multimodal checkpoint the text part is loaded."""
+
+    @pytest.fixture(scope="class")
+    def reference(self) -> Any:
+        torch.manual_seed(0)
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "image_size": 28,
+            "patch_size": 14,
+        }
+        text = {**SIZES, "head_dim": 16, "sliding_window": 10, "layer_types": MIXED}
+        config = Gemma3Config(
+            text_config=text,
+            vision_config=vision,
+            mm_tokens_per_image=4,
+            image_token_index=5,
+            boi_token_index=6,
+            eoi_token_index=7,
+        )
+        return Gemma3ForConditionalGeneration(config).eval()
+
+    @staticmethod
+    def names_of_transformers_4(weights: Weights) -> Weights:
+        renamed = {}
+        for name, tensor in weights.items():
+            name = name.replace("model.language_model.", "language_model.model.")
+            name = name.removeprefix("model.")
+            if name.startswith("lm_head."):
+                name = f"language_model.{name}"
+            renamed[name] = tensor
+        return renamed
+
+    @pytest.mark.parametrize("version", [4, 5])
+    def test_logits(self, reference: Any, version: int) -> None:
+        weights = reference.state_dict()
+        if version == 4:
+            weights = self.names_of_transformers_4(weights)
+        model = empty_model(reference)
+        used = model.load_weights(weights.items())
+        assert used
+        assert not any("vision" in name or "projector" in name for name in used)
+        tokens = torch.randint(8, 128, (1, 40))
+        with torch.no_grad():
+            want = reference(tokens).logits[0]
+        got = PagedRunner(model).step({0: tokens[0].tolist()})[0]
+        assert (got - want).abs().max() < 1e-4
+
+
+class TestLoadModel:
+    """`load_model` reads a checkpoint from disk."""
+
+    @pytest.mark.parametrize("name", ["gemma3", "mistral", "qwen2"])
+    def test_equals_the_weights_in_memory(self, name: str, tmp_path: Any) -> None:
+        from jubako.checkpoint.info import open_checkpoint
+
+        reference = reference_model(name)
+        reference.save_pretrained(tmp_path)
+        checkpoint = open_checkpoint(str(tmp_path))
+        model = load_model(make_config(checkpoint.hf_config), checkpoint, torch.device("cpu"))
+        assert_equal(parameters(model), parameters(from_transformers(reference)))
+
+    def test_layers_have_unique_names(self) -> None:
+        model = empty_model(reference_model("gemma3"))
+        layers = attention_layers(model)
+        assert list(layers) == [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+        assert [layer.sliding_window for layer in layers.values()] == [10, 10, None, 10]
+
+
+class TestRegistry:
+    def test_every_listed_architecture_has_a_class(self) -> None:
+        for architecture in supported_architectures():
+            assert issubclass(get_model_class(architecture), torch.nn.Module)
+
+    def test_an_unknown_architecture_is_named_with_the_known_ones(self) -> None:
+        with pytest.raises(UnsupportedModelError) as error:
+            get_model_class("MambaForCausalLM")
+        assert "'MambaForCausalLM'" in str(error.value)
+        for architecture in supported_architectures():
+            assert architecture in str(error.value)
