@@ -100,10 +100,12 @@ class CoreProcess:
     def initialize(self, config: JubakoConfig, usage: Usage) -> None:
         """Tell the process what to build; does not wait for it."""
         assert self._handshake_thread is None, "a core is initialised once"
-        self._handshake_thread = threading.Thread(
+        thread = threading.Thread(
             target=self._handshake, args=(config, usage), name="core-handshake", daemon=True
         )
-        self._handshake_thread.start()
+        thread.start()
+        # Only now: the other thread joins what it finds here.
+        self._handshake_thread = thread
 
     def wait_until_ready(self) -> tuple[EngineCoreReady, JubakoConfig]:
         """What the core decided, once it is built; or the error that kept it from being built."""
@@ -143,7 +145,8 @@ class CoreProcess:
         code = self._process.returncode
         if code is None or code >= 0:
             return f"ended with exit code {code}"
-        text = f"was killed by {signal.Signals(-code).name}"
+        known = {s.value: s.name for s in signal.Signals}
+        text = f"was killed by {known.get(-code, f'signal {-code}')}"
         return text + " (out of memory?)" if code == -signal.SIGKILL else text
 
     def _handshake(self, config: JubakoConfig, usage: Usage) -> None:

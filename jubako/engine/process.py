@@ -357,9 +357,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         proc.close()
-        proc.core.shutdown()
         context.term()
         watch.clean_up()
+        proc.core.shutdown()
     return 0
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from jubako.kernels.registry import get_kernels
-from jubako.layers.weights import WeightTarget, parameter
+from jubako.layers.weights import WeightTarget, parameter, whole_parameter
 
 
 class VocabEmbedding(nn.Module):
@@ -25,7 +25,7 @@ class VocabEmbedding(nn.Module):
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`."""
-        yield f"{name}.weight", WeightTarget(self.weight.data, tuple(self.weight.shape))
+        yield f"{name}.weight", whole_parameter(self.weight)
 
 
 class LMHead(nn.Module):
@@ -54,4 +54,4 @@ class LMHead(nn.Module):
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`, unless it is the embedding's."""
         if not self.tied:
-            yield f"{name}.weight", WeightTarget(self.weight.data, tuple(self.weight.shape))
+            yield f"{name}.weight", whole_parameter(self.weight)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from jubako.kernels.registry import get_kernels
-from jubako.layers.weights import WeightTarget, parameter
+from jubako.layers.weights import WeightTarget, parameter, whole_parameter
 
 
 class _Linear(nn.Module):
@@ -35,9 +35,15 @@ class _Linear(nn.Module):
         for part, size in self.parts.items():
             for kind, whole in (("weight", self.weight), ("bias", self.bias)):
                 if whole is not None:
-                    view = whole.data[start : start + size]
-                    yield f"{part or name}.{kind}", WeightTarget(view, tuple(view.shape))
+                    yield f"{part or name}.{kind}", self._target(whole, start, size)
             start += size
+
+    @staticmethod
+    def _target(parameter: nn.Parameter, start: int, size: int) -> WeightTarget:
+        if size == parameter.shape[0]:
+            return whole_parameter(parameter)
+        view = parameter.data[start : start + size]
+        return WeightTarget(view, tuple(view.shape))
 
 
 class RowParallelLinear(_Linear):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from jubako.kernels.registry import get_kernels
-from jubako.layers.weights import WeightTarget, parameter
+from jubako.layers.weights import WeightTarget, parameter, whole_parameter
 
 
 class RMSNorm(nn.Module):
@@ -31,5 +31,4 @@ class RMSNorm(nn.Module):
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`."""
-        target = WeightTarget(self.weight.data, tuple(self.weight.shape), self.weight_offset)
-        yield f"{name}.weight", target
+        yield f"{name}.weight", whole_parameter(self.weight, self.weight_offset)

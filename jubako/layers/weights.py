@@ -24,12 +24,35 @@ class WeightTarget:
     """The shape that the tensor must have."""
     offset: float = 0.0
     """Added to the tensor, in the dtype of the view."""
+    whole: nn.Parameter | None = None
+    """The parameter, if the view is all of it."""
 
     def load(self, tensor: torch.Tensor) -> None:
-        """Copy `tensor` in; its shape has been checked."""
+        """Take `tensor`, whose shape has been checked.
+
+        Where it can simply become the parameter it does, so that not even one large tensor, such
+        as an embedding, is ever held twice; the caller must not write to it any more.
+        """
+        if self.whole is not None and not self.offset and _may_become(tensor, self.whole):
+            self.whole.data = tensor
+            return
         self.view.copy_(tensor)
         if self.offset:
             self.view.add_(self.offset)
+
+
+def whole_parameter(parameter: nn.Parameter, offset: float = 0.0) -> WeightTarget:
+    """The target of a tensor that fills `parameter`."""
+    return WeightTarget(parameter.data, tuple(parameter.shape), offset, parameter)
+
+
+def _may_become(tensor: torch.Tensor, parameter: nn.Parameter) -> bool:
+    return (
+        tensor.dtype == parameter.dtype
+        and tensor.device == parameter.device
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
 
 
 @runtime_checkable

@@ -18,10 +18,11 @@ def load_weights(
     weights: Iterable[tuple[str, torch.Tensor]],
     sanitize: Callable[[str], str | None],
 ) -> set[str]:
-    """Copy every tensor to its place and return the names that were used.
+    """Put every tensor in its place and return the names that were used.
 
     `sanitize` turns a checkpoint's name into the model's own, or None for a tensor that is not
-    wanted. Tensors are copied one at a time, so no second copy of the model ever exists. Raises
+    wanted. Tensors are copied one at a time, or kept where they fit as they are (then the caller
+    must not write to them), so no second copy of the model ever exists. Raises
     UnsupportedModelError for a tensor without a place, and CheckpointError for one that has the
     wrong shape, comes twice or is missing.
     """

@@ -16,6 +16,7 @@ from jubako.entrypoints.cli import main
 from jubako.errors import ModelNotFoundError
 from jubako.sampling_params import RequestOutputKind
 from tests.entrypoints.fake_llm_engine import FakeLLMEngine, dead
+from tests.serving.fake_engine import FakeTokenizer
 
 Capture = pytest.CaptureFixture[str]
 
@@ -380,6 +381,15 @@ def test_a_message_that_is_refused_is_forgotten(
     assert out == "<us\n"
     assert err == ("jubako: error: The prompt is too long. /reset forgets the conversation.\n")
     assert prompts() == ["<user>yo<assistant>"]
+
+
+def test_a_model_that_cannot_chat(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, fake_engine: type[FakeLLMEngine]
+) -> None:
+    monkeypatch.setattr(FakeTokenizer, "chat_template", None)
+    assert chat(monkeypatch, "hi\n") == 1
+    check_error(capsys, "no chat template")
+    assert engine().shut_down
 
 
 def test_a_chat_in_a_terminal(

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jubako.errors import ConfigError
 from jubako.kernels.paged_kv import PagedKV
+from jubako.kernels.reference import gather
 from jubako.kernels.reference.attention import paged_attention
-from jubako.kernels.reference.gather import WORKSPACE_BYTES
 from jubako.kernels.reference.kv_write import reshape_and_cache
 
 from .paging import make_metadata, scrambled_tables
@@ -243,6 +243,13 @@ def test_layers_of_one_step_share_plans_without_mixing_them_up() -> None:
         case.check(window=window)
 
 
+def test_runs_inside_and_outside_of_inference_mode() -> None:
+    gather._workspaces.clear()
+    with torch.inference_mode():
+        Case(ROWS["mixed"]).check()
+    Case(ROWS["mixed"]).check()
+
+
 class LargestTensor(TorchDispatchMode):
     """Notes the bytes behind the largest tensor that any operator returns."""
 
@@ -265,7 +272,7 @@ def test_a_long_prompt_needs_no_square_mask(
     with LargestTensor() as largest:
         case.run(window=window)
     square = rows[0][0] * rows[0][1] * 2  # bytes, in half precision
-    assert largest.nbytes <= WORKSPACE_BYTES < square / 4
+    assert largest.nbytes <= gather.WORKSPACE_BYTES < square / 4
 
 
 class TestReshapeAndCache:

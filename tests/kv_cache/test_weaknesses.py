@@ -52,9 +52,13 @@ def real(ids):
 def test_hits_are_owned_before_any_group_takes_blocks():
     """External blocks of one group must not evict the hits of another."""
     m = make_manager(full(), window(64), num_blocks=11)
-    a = request("a", 8)
+    a, other = request("a", 8), request("x", range(100, 112))
     admit(m, a)
     m.free(a)
+    admit(m, other)
+    m.free(other)
+    # What is handed out next are the hits themselves.
+    assert queue(m)[:4] == [4, 2, 3, 1]
     b = request("b", 17)
     hits, hit = m.get_computed_blocks(b)
     assert hit == 8

@@ -13,6 +13,14 @@ from .tiny import CONFIGS, VOCAB, WINDOW, reference_model
 
 TOLERANCE = 1e-4
 
+WINDOWED = [
+    "gemma3",
+    "gemma3 tied, one KV head, capped",
+    "mistral",
+    "qwen2 windows, yarn rope",
+    "qwen3 windows",
+]
+
 every_model = pytest.mark.parametrize("name", CONFIGS)
 
 
@@ -45,14 +53,11 @@ def test_prefill(name: str) -> None:
         check(PagedRunner(model).step({0: tokens})[0], logits_of(reference, tokens))
 
 
-@every_model
+@pytest.mark.parametrize("name", WINDOWED)
 def test_the_window_matters(name: str) -> None:
     """A guard of this test file: the tiny models would show a window that is off by one."""
     reference, _ = pair(name)
     config = reference.config
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * 4
-    if getattr(config, "sliding_window", None) is None or "sliding_attention" not in types:
-        pytest.skip("no window")
     tokens = prompt(40)
     want = logits_of(reference, tokens)
     config.sliding_window += 1
@@ -136,6 +141,14 @@ def test_bfloat16_is_as_close_as_transformers(name: str) -> None:
     logits = torch.cat([runner.step({0: part})[0] for part in (tokens[:40], tokens[40:])])
     ours = (logits.float() - exact).square().mean().sqrt()
     assert ours <= 1.3 * theirs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gemma_scales_embeddings_by_a_rounded_root(dtype: str) -> None:
+    reference = reference_model("gemma3").to(getattr(torch, dtype))
+    tokens = torch.tensor(prompt(20))
+    want = reference.model.embed_tokens(tokens)
+    assert torch.equal(from_transformers(reference, dtype).embed_input_ids(tokens), want)
 
 
 @every_model

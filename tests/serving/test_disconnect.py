@@ -8,7 +8,8 @@ import socket
 import httpx
 import pytest
 
-from tests.serving.conftest import Serve, Served
+from jubako.entrypoints.server import exchange
+from tests.serving.conftest import Serve, Served, events_of
 from tests.serving.fake_engine import FakeAsyncLLM
 
 
@@ -137,3 +138,21 @@ def test_a_reader_that_never_reads_and_leaves_is_aborted(wordy_server: Served) -
     assert server.complete("abc").status_code == 200
     connection.close()
     wait_aborted(server, 1)
+
+
+def test_a_stream_begins_though_its_request_waits(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client in a queue learns that it was accepted; what goes wrong later is an event."""
+    monkeypatch.setattr(exchange, "HEADERS_WITHIN_SECONDS", 0.01)
+    body = {"prompt": "abc", "stream": True}
+    with (
+        server.client() as client,
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        assert response.status_code == 200
+        assert len(server.engine.running) == 1
+        server.engine.die()
+        events = events_of(response.read().decode())
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[0])["error"]["code"] == "engine_dead"

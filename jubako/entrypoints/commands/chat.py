@@ -12,7 +12,7 @@ from jubako.entrypoints.commands.sampling_options import (
     given_sampling_values,
     sampling_params,
 )
-from jubako.errors import ValidationError
+from jubako.errors import UnsupportedModelError, ValidationError
 from jubako.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ def run(args: argparse.Namespace) -> int:
     setup_logging(config.observability_config.log_level)
     engine = LLMEngine(config, multiprocess=True)
     try:
+        if engine.tokenizer.chat_template is None:
+            raise UnsupportedModelError(
+                "The model has no chat template, so it cannot chat; use: jubako generate"
+            )
         params = sampling_params(
             given, engine.config.model_config.generation_config, RequestOutputKind.DELTA, None
         )

@@ -173,6 +173,7 @@ class HttpServer:
                     engine.shutdown()
 
     async def _until_end(self, state: ServerState, registry: CollectorRegistry) -> int:
+        logger.info("Listening on %s; the model is being loaded", self._url())
         engine = await self._before_signal(self._load())
         if engine is None:
             return 0

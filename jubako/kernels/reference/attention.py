@@ -41,7 +41,6 @@ def paged_attention(
     if plan.whole_step is not None:
         return step.batched(plan.whole_step)
     out = torch.empty_like(query)
-    out[metadata.num_actual_tokens :] = 0
     for group in plan.groups:
         out[group.tokens] = step.batched(group)
     for row in plan.long_rows:

@@ -46,5 +46,7 @@ def _workspace(kv: PagedKV) -> torch.Tensor:
     place = (kv.slabs.device, kv.slabs.dtype)
     if place not in _workspaces:
         size = WORKSPACE_BYTES // kv.slabs.itemsize
-        _workspaces[place] = torch.empty(size, dtype=kv.slabs.dtype, device=kv.slabs.device)
+        # A tensor made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            _workspaces[place] = torch.empty(size, dtype=kv.slabs.dtype, device=kv.slabs.device)
     return _workspaces[place]

@@ -71,8 +71,9 @@ def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
 @cache
 def _constants(size: int, eps: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """1 / sqrt(size) and sqrt(eps) as tensors: a number costs an operator four times as much."""
-    numbers = torch.tensor([size**-0.5, eps**0.5], dtype=torch.float32, device=device)
-    return numbers[0], numbers[1]
+    with torch.inference_mode(False):
+        numbers = torch.tensor([size**-0.5, eps**0.5], dtype=torch.float32, device=device)
+        return numbers[0], numbers[1]
 
 
 def _block_rows(x: torch.Tensor) -> int:
