@@ -41,7 +41,7 @@ import json, random
 from jubako import LLM, SamplingParams
 llm = LLM(model={model!r}, dtype={dtype!r})
 loaded = resident("VmRSS"), resident("VmHWM")
-core = llm.llm_engine._client.core
+core = llm.llm_engine.client.core
 model = core.executor.worker.model_runner.model
 weights = sum(
     t.numel() * t.element_size()

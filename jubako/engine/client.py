@@ -109,7 +109,7 @@ class InprocClient(EngineCoreClient):
 
     def get_output(self) -> EngineCoreOutputs:
         """Do one step; without outputs if nothing was to be done."""
-        core = self._live_core()
+        core = self.core
         with interrupts_deferred():
             try:
                 outputs, _ = core.step()
@@ -121,7 +121,7 @@ class InprocClient(EngineCoreClient):
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request for the next step."""
-        self._live_core().add_request(request)
+        self.core.add_request(request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """End requests now."""
@@ -133,7 +133,7 @@ class InprocClient(EngineCoreClient):
     ) -> Any:
         """Call an exported method of the core; the call itself takes no deadline here."""
         arguments = convert_arguments(method, list(args))
-        return getattr(self._live_core(), method)(*arguments)
+        return getattr(self.core, method)(*arguments)
 
     def shutdown(self) -> None:
         """Free the core."""
@@ -142,7 +142,9 @@ class InprocClient(EngineCoreClient):
             self._dead_error = self._dead_error or EngineDeadError("The engine was shut down.")
             core.shutdown()
 
-    def _live_core(self) -> EngineCore:
+    @property
+    def core(self) -> EngineCore:
+        """The core itself, for those who study it. Raises `EngineDeadError` once it has ended."""
         if self._dead_error is not None or self._core is None:
             raise _same(self._dead_error or EngineDeadError())
         return self._core

@@ -35,15 +35,15 @@ class LLMEngine:
     """
 
     def __init__(self, config: JubakoConfig, *, multiprocess: bool = False) -> None:
-        self._client: InprocClient | SyncMPClient
+        self.client: InprocClient | SyncMPClient
         self.tokenizer: Tokenizer
         if multiprocess:
             client = SyncMPClient(preload=runs_torch(config))
             self.tokenizer = start_core(client, config, "llm")
-            self._client = client
+            self.client = client
         else:
-            self._client, self.tokenizer = _start_inproc(config)
-        self.config = self._client.config
+            self.client, self.tokenizer = _start_inproc(config)
+        self.config = self.client.config
         self._log_stats = not self.config.observability_config.disable_log_stats
         self._totals = TotalsLogger()
         self.stat_loggers: list[StatLogger] = [self._totals] if self._log_stats else []
@@ -56,7 +56,7 @@ class LLMEngine:
     @property
     def ready(self) -> EngineCoreReady:
         """What the core decided at start-up."""
-        return self._client.ready
+        return self.client.ready
 
     def add_request(
         self,
@@ -82,13 +82,13 @@ class LLMEngine:
         )
         internal_id = assign_request_id(request)
         for child in self._outputs.add_request(request, text):
-            self._client.add_request(child)
+            self.client.add_request(child)
         return internal_id
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End all requests that the caller gave these ids; unknown ones are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        self._client.abort_requests(self._outputs.abort_requests(ids, internal=False))
+        self.client.abort_requests(self._outputs.abort_requests(ids, internal=False))
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to wait for."""
@@ -107,9 +107,9 @@ class LLMEngine:
         if not self._outputs.has_unfinished_requests():
             return []
         try:
-            outputs = self._client.get_output()
+            outputs = self.client.get_output()
         except BaseException as error:
-            if self._client.dead_error is not None:
+            if self.client.dead_error is not None:
                 self._outputs.propagate_error(
                     error if isinstance(error, Exception) else EngineDeadError()
                 )
@@ -117,14 +117,14 @@ class LLMEngine:
         iteration = IterationStats() if self._log_stats else None
         processed = self._outputs.process_outputs(outputs.outputs, outputs.timestamp, iteration)
         if processed.reqs_to_abort:
-            self._client.abort_requests(processed.reqs_to_abort)
+            self.client.abort_requests(processed.reqs_to_abort)
         for stat_logger in self.stat_loggers:
             stat_logger.record(outputs.scheduler_stats, iteration)
         return processed.request_outputs
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False if a request holds blocks."""
-        return bool(self._client.call_utility("reset_prefix_cache"))
+        return bool(self.client.call_utility("reset_prefix_cache"))
 
     def get_metrics(self) -> dict[str, Any]:
         """Totals since the start; see `TotalsLogger`."""
@@ -137,7 +137,7 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """End the core; open requests are lost. Calling it again does nothing."""
-        self._client.shutdown()
+        self.client.shutdown()
 
 
 def _start_inproc(config: JubakoConfig) -> tuple[InprocClient, Tokenizer]:

@@ -231,10 +231,8 @@ class KVCacheManager:
         if not self.enable_caching:
             return
         edges = self._edges.get(request.request_id)
-        if edges is not None:
-            if num_computed_tokens < edges.hash:
-                return
-            edges.event = 0
+        if edges is not None and num_computed_tokens < edges.hash:
+            return
         self.coordinator.cache_blocks(request, num_computed_tokens)
         if edges is not None:
             edges.hash = self.coordinator.next_hash_tokens(request.request_id)
@@ -306,7 +304,11 @@ class KVCacheManager:
             self.evict_blocks(b.block_id for b in table[first:] if not b.is_null)
 
     def take_registered_block_ids(self) -> list[int]:
-        """Ids that became findable since the last call; evict them if the step fails."""
+        """Ids that became findable since the last call.
+
+        If the step fails they must be evicted, and its requests freed: recurrent groups have
+        already moved their states to where the step would have ended.
+        """
         return self.block_pool.take_registered_block_ids()
 
     def take_events(self) -> list[Event]:

@@ -60,7 +60,6 @@ def _possible_winners(logits: Tensor, key: Tensor, vocabulary: Tensor) -> Tensor
         bits = noise_bits(key, ids.unsqueeze(0))[0].bitwise_xor_(-(1 << 31))
         pieces.append(bits.to(torch.float32) <= limit)
     ids = torch.cat(pieces).nonzero().squeeze(1)
-    ids = ids[logits[ids] > -torch.inf]
     if ids.numel() > _MANY:
         noisy = logits[ids] + gumbel_noise(key, ids.unsqueeze(0), torch.float32)[0]
         ids = ids[noisy.topk(_FINALISTS).indices.sort().values]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jubako import LLM, RequestOutput, SamplingParams
+from jubako.engine.client import InprocClient
 from tests.exactness import oracle
 from tests.exactness.conftest import Case
 
@@ -65,16 +66,23 @@ def check_budget(case: Case) -> None:
 
 def check_preemption(case: Case) -> None:
     model, prompts, answers = case
-    with engine(model) as llm:
-        groups = len(llm.llm_engine.ready.block_sizes)
-        block = llm.llm_engine.ready.block_sizes[0]
-    # Room for one longest request and a little more, so that running requests push each other out.
-    blocks = groups * (max(map(len, prompts)) + 16 + block) // block + 2
-    options = {"num_gpu_blocks_override": blocks, "max_model_len": 1536}
-    with engine(model, **options, scheduler_reserve_full_isl=False) as llm:
+    options = {"block_size": 8, "max_num_batched_tokens": 64, "max_model_len": 1536}
+    with engine(model, **options) as llm:
+        blocks = blocks_of_one_request(llm)
+    # Room for one longest request, so that running requests push each other out.
+    options |= {"num_gpu_blocks_override": blocks, "scheduler_reserve_full_isl": False}
+    with engine(model, **options) as llm:
         outputs = run(llm, prompts, answers)
         assert sum(o.metrics.num_preemptions for o in outputs if o.metrics) > 0
         assert llm.reset_prefix_cache(), "every block is free again"
+
+
+def blocks_of_one_request(llm: LLM) -> int:
+    """Blocks that a request of the longest length may hold, and the null block."""
+    client = llm.llm_engine.client
+    assert isinstance(client, InprocClient)
+    specs = [g.kv_cache_spec for g in client.core.scheduler.kv_cache_config.kv_cache_groups]
+    return 1 + sum(s.max_memory_usage_bytes(client.config) // s.page_size_bytes for s in specs)
 
 
 CHECKS = [check_alone_and_hits, check_batched, check_budget, check_preemption]

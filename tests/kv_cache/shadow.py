@@ -101,6 +101,7 @@ class ShadowMemory:
                     for end in range((part.computed // size + 1) * size, part.stop, size):
                         self.states[row[end // size - 1]] = part.content[end]
                 if part.stop > part.computed:
+                    assert row[(part.stop - 1) // size], f"group {group}: no block for the state"
                     self.states[row[(part.stop - 1) // size]] = part.content[part.stop]
                 continue
             for p in range(part.computed, part.stop):

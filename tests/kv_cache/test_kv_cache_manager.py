@@ -316,6 +316,7 @@ def test_model_without_kv():
         [window(8)],
         [full(), window(8), window(5)],
         [full(), chunked(8)],
+        [chunked(4)],
         [full(), mamba("align")],
         [mamba("all")],
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from math import lcm
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -117,6 +118,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.most = [
             cdiv(spec.max_memory_usage_bytes(config), spec.page_size_bytes) for spec in self.specs
         ]
+        self.recurrent = any(isinstance(spec, MambaSpec) for spec in self.specs)
         self.sinks = [
             b.block_id
             for manager in self.m.coordinator.single_type_managers
@@ -211,6 +213,24 @@ class ManagerMachine(RuleBasedStateMachine):
             lookahead = 0
         self.checked_allocate(r, n, 0, None, 0, False, lookahead)
 
+    @precondition(lambda self: self.choose(0, part=True, drafts=False))
+    @rule(number=st.integers(0, 7), more=st.sampled_from([1, 2, 4, 7]))
+    def extend(self, number: int, more: int) -> None:
+        """Tokens of the step that nobody else wanted."""
+        r = self.choose(number, part=True, drafts=False)
+        part, req = r.part, r.req
+        more = min(more, req.num_tokens - part.stop, BUDGET - (part.stop - part.computed))
+        if more > 0 and not part.delayed:
+            req.num_computed_tokens = part.computed
+            r.part = None
+            # The state that was planned first is in the way for a while.
+            r.failures += self.recurrent
+            if self.checked_allocate(r, part.stop + more - part.computed, 0, None, 0, False, 0):
+                r.part.start, r.part.loaded = part.start, part.loaded
+            else:
+                r.part = part
+                req.num_computed_tokens = part.stop
+
     @precondition(lambda self: self.choose(0, part=True) or self.choose(0, loading=True))
     @rule(accepted=st.integers(0, 3))
     def run_step(self, accepted: int) -> None:
@@ -230,8 +250,8 @@ class ManagerMachine(RuleBasedStateMachine):
             if r.part:
                 r.req.num_computed_tokens = r.part.start
                 r.failures += 1
-                if r.part.start < r.part.computed:
-                    # Its hits may be among what is missing.
+                if r.part.start < r.part.computed or self.recurrent:
+                    # Its hits may be among what is missing, or its states are moved already.
                     self.preempt_now(r)
                 r.part = None
             elif r.loading:
@@ -267,7 +287,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(ids=st.sets(st.integers(0, 19), max_size=2))
     def evict(self, ids: set[int]) -> None:
-        self.evicted = True
+        self.evicted |= any(self.m.block_pool.blocks[i].ref_cnt for i in ids)
         self.m.evict_blocks(ids)
 
     @rule()
@@ -279,6 +299,43 @@ class ManagerMachine(RuleBasedStateMachine):
             assert all(b.block_hash is None for b in self.m.block_pool.blocks)
         else:
             assert snapshot(self.m) == before
+
+    @rule(seed=st.integers(0, 2**20))
+    def traffic(self, seed: int) -> None:
+        """A few steps of a busy scheduler, so that runs get deep."""
+        rng = Random(seed)
+        sizes = [1, 3, 4, 8, 12, 12]
+        for _ in range(rng.randint(1, 6)):
+            while len(self.live) < 6 and rng.random() < 0.5:
+                shared = rng.choice([3, 8, 13, 16, 24, 32])
+                self.add(rng.randint(0, 1), shared, rng.randint(0, 9), rng.choice([None, "salt"]))
+            self.plan_running(rng, sizes)
+            self.holds()
+            for number in range(3):
+                if rng.random() < 0.7 and self.choose(0, running=False, loading=False):
+                    external = rng.choice([-1, -1, 4, 9])
+                    flags = [rng.random() < 0.3 for _ in range(3)]
+                    self.admit(number, rng.choice(sizes), external, *flags)
+            self.holds()
+            if rng.random() < 0.4 and self.choose(0, part=True, drafts=False):
+                self.extend(rng.randint(0, 7), rng.choice(sizes))
+                self.holds()
+            if self.choose(0, part=True) or self.choose(0, loading=True):
+                self.run_step(rng.randint(0, 3))
+            if rng.random() < 0.15 and self.choose(0, running=True, part=False):
+                self.finish(rng.randint(0, 7), False)
+            self.holds()
+
+    def plan_running(self, rng: Random, sizes: list[int]) -> None:
+        while r := self.choose(0, running=True, part=False, loading=False):
+            self.go_on(0, rng.choice(sizes), rng.randint(0, 3), rng.randint(0, 3))
+            if r.part is None:
+                # It does not fit: the last one makes room, if need be the request itself.
+                fits = [r for r in self.live.values() if r.running and not r.loading]
+                victim = fits[-1]
+                self.preempt(fits.index(victim))
+                if victim.part is None and victim is r:
+                    return
 
     # Steps of rules
 
@@ -464,7 +521,6 @@ class ManagerMachine(RuleBasedStateMachine):
             limit = self.most[group] + cdiv(max(slots - main, 0) + len(r.drafts), size)
             if aligned:
                 sp = spec.num_speculative_blocks
-                # A state that a failed step has left unwritten is in the way for a while.
                 limit = (3 + sp if 0 < sp <= size else 2 + sp) + r.failures
             assert len(real) <= limit, (group, now)
             registered = manager.num_cached_block.get(r.req.request_id, 0)
@@ -485,6 +541,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
+        self.evicted &= any(r.running for r in self.live.values())
         check_pool(self.m.block_pool, owners_of(self.m, self.detached), self.sinks)
         check_tables(self.m, {i: r.req for i, r in self.live.items()}, self.evicted)
         self.replay.apply(self.m.take_events())

@@ -352,14 +352,28 @@ def test_admission_cap_counts_real_blocks():
     assert manager.get_num_blocks_to_allocate("b", 100, (), 56, 100, True) >= 4
 
 
-def test_superseded_states_do_not_pile_up():
-    m = make_manager(mamba(sp=2), num_blocks=60)
+@pytest.mark.parametrize(("sp", "stride"), [(2, 4), (2, 5), (6, 7), (6, 9)])
+def test_superseded_states_do_not_pile_up(sp, stride):
+    m = make_manager(mamba(sp=sp), num_blocks=60)
     a = request("a", 160)
-    for n in [10, 13, 11, 15, 9, 14, 10, 13, 11, 15, 9, 14]:
+    for n in [2, *[stride] * (158 // stride)]:
         step(m, a, n)
-        assert len(real(table(m, a))) <= 5
+        assert len(real(table(m, a))) <= 3 + sp
     m.free(a)
     assert m.usage == 0
+
+
+def test_states_before_drafts_are_kept():
+    """Until it is known which drafts were right, the state before them may be wanted again."""
+    m = make_manager(mamba(sp=2), num_blocks=60)
+    a = request("a", 3)
+    step(m, a, 3)
+    a.extend([50])
+    m.allocate_slots(a, 3)
+    m.remove_skipped_blocks("a", 6)
+    assert table(m, a)[0] == 1
+    m.remove_skipped_blocks("a", 7)
+    assert table(m, a)[0] == 0
 
 
 # Reports and habits

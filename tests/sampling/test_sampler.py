@@ -212,6 +212,14 @@ def test_kept_tokens_are_those_of_a_full_sort(size: int, scale: float) -> None:
         assert len(kept) == 1 or mass[len(kept) - 1] < params.top_p + 2e-6
 
 
+def test_rows_that_keep_few_tokens_are_not_handled_whole() -> None:
+    logits = torch.linspace(20, -20, 50000).repeat(3, 1)
+    top_k, top_p = np.array([50, 40, 50000]), np.array([1, 0.9, 0.4], dtype=np.float32)
+    found = select_candidates(logits, top_k, top_p)
+    assert found.narrow_rows.tolist() == [0, 1, 2]
+    assert found.narrow.values.shape[1] < 1000
+
+
 def test_forbidden_tokens_are_never_drawn() -> None:
     logits = torch.full((200, 50), -torch.inf)
     logits[:, [3, 40]] = torch.tensor([0.0, -5.0])

@@ -448,6 +448,8 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert all(r.status is RequestStatus.RUNNING for r in running)
     assert all(r.status <= RequestStatus.PREEMPTED for r in waiting)
     assert all(r.status is not RequestStatus.RUNNING for r in waiting)
+    prefilling = {r.request_id for r in running if r.is_prefill_chunk}
+    assert set(scheduler._prefilling) == prefilling
     for request in scheduler.requests.values():
         known = request.num_tokens + request.num_output_placeholders
         assert request.num_tokens == len(request.all_token_ids)
@@ -481,6 +483,9 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput, before: dict[str, in
         assert not step.scheduled_cached_reqs.resumed_req_ids
         assert not step.preempted_req_ids & set(counts)
     assert not step.finished_req_ids & set(counts)
+    assert set(step.scheduled_spec_decode_tokens) <= set(counts)
+    assert all(step.scheduled_spec_decode_tokens.values())
+    assert set(step.scheduled_encoder_inputs) <= set(counts)
     computed = {data.req_id: data.num_computed_tokens for data in step.scheduled_new_reqs}
     computed |= dict(zip(cached, step.scheduled_cached_reqs.num_computed_tokens, strict=True))
     for request_id, count in counts.items():

@@ -197,14 +197,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class AsyncSchedulerMachine(SchedulerMachine):
-    """The same with two steps in flight."""
+    """The same with steps in flight, more than an engine ever has."""
 
     scheduler_class = AsyncScheduler
-    depth = 2
+    depth = 3
 
 
 SETTINGS = settings(
-    max_examples=2000 if NIGHTLY else 100,
+    max_examples=2000 if NIGHTLY else 200,
     stateful_step_count=120 if NIGHTLY else 50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -100,6 +100,30 @@ def test_reset_drops_only_the_tokens_that_were_in_flight():
     assert outputs[0].new_token_ids == [5]
 
 
+def test_a_preempted_request_waits_for_its_tokens_in_flight():
+    driver = Driver(
+        make_scheduler(
+            scheduler_class=AsyncScheduler, max_num_seqs=1, scheduling_policy="priority"
+        ),
+        depth=9,
+    )
+    driver.add(make_request("a", 4, 9, priority=1, ignore_eos=True))
+    assert driver.run(2) == [{"a": 4}, {"a": 1}]
+    driver.add(make_request("urgent", 3, 1, priority=0))
+    assert driver.step().preempted_req_ids == {"a"}
+    driver.abort("urgent")
+    # Two tokens of "a" are still on their way, so what follows them cannot be computed.
+    assert scheduled(driver.step()) == {}
+    while driver.in_flight:
+        driver.take_result()
+    assert len(driver.outputs["a"]) == 2
+    step = driver.step()
+    assert step.scheduled_cached_reqs.resumed_req_ids == {"a"}
+    assert len(step.scheduled_cached_reqs.all_token_ids["a"]) == 6
+    driver.run()
+    driver.check_answers()
+
+
 def test_overlapping_steps_stop_when_what_is_in_flight_reaches_the_end():
     scheduler = make_scheduler(scheduler_class=AsyncScheduler)
     scheduler.add_request(make_request("a", 10, 3, ignore_eos=True))
@@ -453,6 +477,21 @@ def test_undoing_a_scheduled_victim_gives_its_tokens_back():
     assert step.preempted_req_ids == {"worst"}
     assert scheduled(step) == {"best": 1}
     assert step.scheduled_cached_reqs.req_ids == ["best"]
+    driver.run()
+    driver.check_answers()
+
+
+def test_drafts_of_a_victim_leave_the_step_with_it():
+    driver = Driver(make_scheduler(num_blocks=4, max_model_len=12, scheduling_policy="priority"))
+    driver.add(make_request("worst", 5, 5, priority=5, ignore_eos=True))
+    driver.step()
+    driver.add(make_request("best", 4, 5, priority=0, ignore_eos=True))
+    driver.step()
+    driver.scheduler.update_draft_token_ids(DraftTokenIds(["worst"], [[1]]))
+    step = driver.step()
+    assert step.preempted_req_ids == {"worst"}
+    assert scheduled(step) == {"best": 1}
+    assert step.scheduled_spec_decode_tokens == {}
     driver.run()
     driver.check_answers()
 

@@ -102,11 +102,11 @@ class BatchMachine(RuleBasedStateMachine):
     def start(self, seed: int) -> None:
         self.rng = random.Random(seed)
 
-    @rule(leaving=st.sets(st.integers(0, ROWS - 1)), arriving=st.integers(0, ROWS))
-    def step(self, leaving: set[int], arriving: int) -> None:
-        for row in sorted(leaving, key=lambda _: self.rng.random()):
-            if row < len(self.order):
-                self.batch.remove_request(self.order[row])
+    @rule(share=st.sampled_from([0.0, 0.3, 0.7]), arriving=st.sampled_from([0, 0, 1, 3, ROWS]))
+    def step(self, share: float, arriving: int) -> None:
+        leaving = [req_id for req_id in self.order if self.rng.random() < share]
+        for req_id in self.rng.sample(leaving, len(leaving)):
+            self.batch.remove_request(req_id)
         for _ in range(arriving):
             if self.batch.num_reqs < ROWS:
                 self.count += 1

@@ -113,16 +113,17 @@ class SingleTypeKVCacheManager(ABC):
         """
         required = cdiv(num_tokens, self.block_size)
         table = self.req_to_blocks.get(request_id, NO_BLOCKS)
+        cap = self.max_admission_blocks_per_request if apply_admission_cap else None
         if request_id in self.num_cached_block:
             assert not new_computed_blocks, f"prefix hits for the running request {request_id}"
-            return max(required - len(table), 0)
+            if cap is None:
+                return max(required - len(table), 0)
         skipped = max(self.get_num_skipped_tokens(total_computed_tokens), 0) // self.block_size
         held = new_computed_blocks[max(skipped - len(table), 0) :]
         revived = sum(not block.is_null and block.ref_cnt == 0 for block in held)
-        cap = self.max_admission_blocks_per_request
-        if apply_admission_cap and cap is not None:
+        if cap is not None:
             # Null entries cost nothing, so the cap is for real blocks only.
-            real = sum(not block.is_null for block in (*table, *held))
+            real = sum(not block.is_null for block in (*table[skipped:], *held))
             return max(min(required - skipped, cap) - real, 0) + revived
         present = max(skipped, len(table) + len(new_computed_blocks))
         return max(required - present, 0) + revived

@@ -36,6 +36,8 @@ class _AlignState:
     step_end_blocks: set[int] = field(default_factory=set)
     """Indices, not yet registered, whose last token ended a step: their snapshot is what its hash
     says. Elsewhere a block holds the state after some earlier token."""
+    unwritten: list[int] = field(default_factory=list)
+    """Indices registered for steps that had not run when they were planned."""
     superseded: list[int] = field(default_factory=list)
     """Indices of states that steps started from, ascending, to be freed once copied forward."""
 
@@ -181,6 +183,7 @@ class MambaManager(SingleTypeKVCacheManager):
                 state.step_end_blocks.add(stop - 1)
             registered = sorted(i for i in state.step_end_blocks if start <= i < stop)
             state.step_end_blocks = {i for i in state.step_end_blocks if i >= stop}
+            state.unwritten += registered
             for index in registered:
                 super()._register(request, index, index + 1)
         self.cached_blocks_this_step.update(
@@ -199,15 +202,7 @@ class MambaManager(SingleTypeKVCacheManager):
         state = self._align.get(request_id)
         if state is None:
             return
-        if state.step_end_blocks:
-            # A step that was planned further than this did not happen.
-            state.step_end_blocks = {
-                i
-                for i in state.step_end_blocks
-                if (i + 1) * self.block_size <= total_computed_tokens
-            }
-        if not state.superseded:
-            return
+        self._forget_unwritten(request_id, state, total_computed_tokens // self.block_size)
         table = self.req_to_blocks[request_id]
         done = [i for i in state.superseded if i < cdiv(settled, self.block_size) - 1]
         if done:
@@ -216,6 +211,17 @@ class MambaManager(SingleTypeKVCacheManager):
             for index in done:
                 table[index] = self._null_block
             self.block_pool.free_blocks(released)
+
+    def _forget_unwritten(self, request_id: str, state: _AlignState, written: int) -> None:
+        """Steps planned beyond the first `written` blocks have failed, or are planned anew."""
+        state.step_end_blocks = {i for i in state.step_end_blocks if i < written}
+        for index in state.unwritten:
+            block = self.req_to_blocks[request_id][index]
+            if index >= written and not block.is_null:
+                self.block_pool.evict_blocks((block.block_id,))
+                registered = self.num_cached_block[request_id]
+                self.num_cached_block[request_id] = min(registered, index)
+        state.unwritten.clear()
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._align.pop(request_id, None)
