@@ -1,9 +1,9 @@
 """How do PyTorch's threads wait for work without keeping other processes from theirs?
 
 Between two parallel loops libgomp's threads spin, by default for some 10 ms. On a machine whose
-cores also run the front end, or anything else, they then spend whole time slices on nothing: with
-three busy processes on two cores a step takes six times as long. A short spin covers the gaps
-inside a step, and a longer wait sleeps.
+cores also run the front end, or anything else, they then spend whole time slices on nothing, and a
+step may take many times as long. A short spin covers the gaps inside a step; a longer wait sleeps.
+`OMP_WAIT_POLICY=active` is the better choice for a machine that does nothing else.
 """
 
 from __future__ import annotations

@@ -29,6 +29,9 @@ MAX_N = 1024
 LONG_TEXT = 4096
 """Characters. Encoding longer text takes long enough to be worth a thread."""
 
+MIN_CHARS_PER_TOKEN = 16
+"""A text with fewer characters than this for every token of the context is always encoded."""
+
 _NOT_BUILT_KEYS = {
     "prompt_embeds": "Prompt embeddings",
     "multi_modal_data": "Multimodal inputs",
@@ -159,7 +162,7 @@ class InputProcessor:
                 "This engine has no tokenizer; give prompt_token_ids instead of text.", "prompt"
             )
         # Encoding many megabytes only to refuse them would be an easy way to keep us busy.
-        if not truncated and len(text) > self._max_model_len * self._max_chars_per_token:
+        if not truncated and self._cannot_fit(len(text)):
             raise self._too_long(f"has {len(text)} characters", len(text))
         try:
             return self._tokenizer.encode(text)
@@ -167,12 +170,17 @@ class InputProcessor:
             error.parameter = "prompt"
             raise
 
+    def _cannot_fit(self, characters: int) -> bool:
+        # An id may stand for characters that normalisation removes or joins; be generous. And
+        # listing a large vocabulary costs as much as a whole first token: only for a long text.
+        if characters <= self._max_model_len * MIN_CHARS_PER_TOKEN:
+            return False
+        return characters > self._max_model_len * max(MIN_CHARS_PER_TOKEN, self._longest_token)
+
     @functools.cached_property
-    def _max_chars_per_token(self) -> int:
+    def _longest_token(self) -> int:
         assert self._tokenizer is not None
-        # An id may stand for characters that normalisation removes or joins; be generous.
-        longest = max(map(len, self._tokenizer.backend.get_vocab()), default=1)
-        return max(16, longest)
+        return max(map(len, self._tokenizer.backend.get_vocab()), default=1)
 
     def _too_long(self, what: str, value: int) -> ValidationError:
         return ValidationError(

@@ -23,7 +23,23 @@ from tests.checkpoint.gguf_files import (
 )
 from tests.checkpoint.test_gguf_config import minimal
 
-WORDS = ["th", "▁th", "▁the", "an", "and", "▁and", "in", "ing", "▁in", "er", "re", "▁a", "on", "at", "ab"]
+WORDS = [
+    "th",
+    "▁th",
+    "▁the",
+    "an",
+    "and",
+    "▁and",
+    "in",
+    "ing",
+    "▁in",
+    "er",
+    "re",
+    "▁a",
+    "on",
+    "at",
+    "ab",
+]
 WORDS += ["abc", "ba", "bab", "▁▁", "日本", "日", "本", "é", ".", ",", "!", *"cdfgjklmopqsuvwxyz"]
 WORDS += ["S", "T", "O", "P", "STO", "\n"]
 

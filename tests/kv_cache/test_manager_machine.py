@@ -592,7 +592,7 @@ for _name, _values in MIXES.items():
     _machine = type(f"{_name}Machine", (ManagerMachine,), _values)
     _case = _machine.TestCase
     _case.settings = settings(
-        max_examples=120 if NIGHTLY else 20,
+        max_examples=120 if NIGHTLY else 50,
         stateful_step_count=120 if NIGHTLY else 50,
         deadline=None,
     )

@@ -139,7 +139,7 @@ class UnhashedFirstMachine(PoolMachine):
 
 
 SIZE = settings(
-    max_examples=400 if NIGHTLY else 20, stateful_step_count=100 if NIGHTLY else 40, deadline=None
+    max_examples=400 if NIGHTLY else 40, stateful_step_count=100 if NIGHTLY else 40, deadline=None
 )
 TestPool = PoolMachine.TestCase
 TestPool.settings = SIZE
