@@ -54,7 +54,8 @@ prompts = [
 llm.generate(prompts, SamplingParams(max_tokens=64, temperature=0, ignore_eos=True), use_tqdm=False)
 pool = core.scheduler.kv_cache_manager.block_pool
 written = sum(1 for block in pool.blocks if block.block_hash is not None)
-page = {{g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in core.scheduler.kv_cache_config.kv_cache_groups}}
+groups = core.scheduler.kv_cache_config.kv_cache_groups
+page = {{g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in groups}}
 print(json.dumps(dict(
     loaded_rss=loaded[0], loaded_peak=loaded[1], rss=resident("VmRSS"), peak=resident("VmHWM"),
     weights=weights, kv=written * max(page),
