@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PROMPT ?= The capital of France is
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint nightly exactness lock clean
+.PHONY: help demo test lint nightly exactness load lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,9 @@ nightly: $(VENV)/.dev  ## the state machines and fuzzers at full size (hours)
 
 exactness: $(VENV)/.dev  ## every model, cache and scheduler mode against transformers
 	JUBAKO_EXACTNESS=full $(BIN)/python -m pytest tests/exactness --timeout=0
+
+load: $(VENV)/.dev  ## 64 streaming clients against the default model for a minute
+	JUBAKO_LOAD_SECONDS=60 JUBAKO_LOAD_MODEL=default $(BIN)/python -m pytest tests/serving/test_load.py --timeout=0
 
 lock:  ## write requirements/*.txt anew from pyproject.toml and requirements/dev.in
 	$(PYTHON) requirements/lock.py

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
-from typing import Any
+from typing import Any, SupportsIndex
 
 import msgspec
 
@@ -17,6 +17,24 @@ MIN_TEMPERATURE = 0.01
 """Temperatures above zero are raised to this; below it a softmax in float32 overflows."""
 
 MAX_LOGIT_BIAS = 100.0
+
+MAX_INTEGER = 2**63 - 1
+"""Larger numbers fit into no message and no tensor."""
+
+MIN_FACTOR, MAX_FACTOR = 1e-6, 1e6
+"""Limits of what logits are multiplied with or divided by; beyond them float32 overflows."""
+
+MAX_STRINGS = 1024
+"""Most stop strings or bad words; each is looked for at every token, while others wait."""
+
+_SWITCHES = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "skip_reading_prefix_cache",
+)
 
 
 class RequestOutputKind(IntEnum):
@@ -126,8 +144,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         self._check_int("n", self.n, 1, None)
         for name in ("presence_penalty", "frequency_penalty"):
             self._check_float(name, getattr(self, name), -2.0, 2.0)
-        self._check_float("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
-        self._check_float("temperature", self.temperature, 0.0, None)
+        self._check_float("repetition_penalty", self.repetition_penalty, MIN_FACTOR, MAX_FACTOR)
+        self._check_float("temperature", self.temperature, 0.0, MAX_FACTOR)
         self._check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         self._check_int("top_k", self.top_k, -1, None)
         self._check_float("min_p", self.min_p, 0.0, 1.0)
@@ -143,6 +161,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             self._check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None)
             if self.truncate_prompt_tokens == 0:
                 raise self._error("truncate_prompt_tokens", 0, "at least 1, or -1 for the limit")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise self._error("output_kind", self.output_kind, "a RequestOutputKind")
+        for name in _SWITCHES:
+            if type(getattr(self, name)) is not bool:
+                raise self._error(name, getattr(self, name), "True or False")
         self._verify_lists()
         if 0 < self.temperature < MIN_TEMPERATURE and self.temperature >= GREEDY_EPSILON:
             self.temperature = MIN_TEMPERATURE
@@ -162,8 +185,20 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         ids = self.stop_token_ids
         if not isinstance(ids, list) or not all(_is_int(i) for i in ids):
             raise self._error("stop_token_ids", ids, "a list of token ids")
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise self._error("allowed_token_ids", [], "not empty")
+        allowed = self.allowed_token_ids
+        if allowed is not None:
+            if not isinstance(allowed, list) or not all(_is_int(i) for i in allowed):
+                raise self._error("allowed_token_ids", allowed, "a list of token ids")
+            if not allowed:
+                raise self._error("allowed_token_ids", [], "not empty")
+        words = self.bad_words
+        if not isinstance(words, list) or not all(isinstance(w, str) for w in words):
+            raise self._error("bad_words", words, "a list of strings")
+        for name, strings in (("stop", stop), ("bad_words", words)):
+            if len(strings) > MAX_STRINGS:
+                raise self._error(name, len(strings), f"at most {MAX_STRINGS} strings")
+        if not isinstance(self.extra_args, dict | None):
+            raise self._error("extra_args", self.extra_args, "a dict")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 raise self._error("logit_bias", self.logit_bias, "a map from token id to number")
@@ -171,8 +206,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             for key, value in self.logit_bias.items():
                 try:
                     number = float(value)
-                    token = int(key)
-                except (TypeError, ValueError):
+                    token = _token_id(key)
+                except (TypeError, ValueError, OverflowError):
                     raise self._error(
                         "logit_bias", {key: value}, "a map from token id to number"
                     ) from None
@@ -183,28 +218,30 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     @staticmethod
     def _error(name: str, value: object, wanted: str) -> ValidationError:
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except ValueError:
+            shown = "a number of thousands of digits"
         if len(shown) > 100:
             shown = shown[:100] + "..."
         return ValidationError(f"{name} must be {wanted}, got {shown}.", name, value)
 
     def _check_int(self, name: str, value: object, low: int, high: int | None) -> None:
-        wanted = f"an integer of at least {low}" + (f" and at most {high}" if high else "")
-        if not _is_int(value) or value < low or (high is not None and value > high):  # type: ignore[operator]
+        wanted = f"an integer of at least {low}"
+        high = MAX_INTEGER if high is None else high
+        if high != MAX_INTEGER or (_is_int(value) and value > high):  # type: ignore[operator]
+            wanted += f" and at most {high}"
+        if not _is_int(value) or not low <= value <= high:  # type: ignore[operator]
             raise self._error(name, value, wanted)
 
     def _check_float(
-        self, name: str, value: object, low: float, high: float | None, open_low: bool = False
+        self, name: str, value: object, low: float, high: float, open_low: bool = False
     ) -> None:
-        wanted = f"a number {'above' if open_low else 'of at least'} {low}"
-        if high is not None:
-            wanted += f" and at most {high}"
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        wanted = f"a number {'above' if open_low else 'of at least'} {low} and at most {high}"
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
             raise self._error(name, value, wanted)
-        if value < low or (open_low and value == low) or (high is not None and value > high):
+        if value < low or (open_low and value == low) or value > high:
             raise self._error(name, value, wanted)
-        if math.isinf(value):
-            raise self._error(name, value, wanted + " (finite)")
 
     # -- views --------------------------------------------------------------------------------
 
@@ -251,6 +288,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             value = changes.get(name, getattr(self, name))
             values[name] = value.copy() if isinstance(value, list | dict) else value
         return SamplingParams(**values)
+
+
+def _token_id(key: object) -> int:
+    """The id that a key of `logit_bias` stands for; in JSON keys are strings."""
+    if isinstance(key, str):
+        if not key.isascii() or not key.removeprefix("-").isdigit():
+            raise ValueError("not a number")
+        return int(key)
+    if isinstance(key, bool) or not isinstance(key, SupportsIndex):
+        raise TypeError("not an integer")
+    return key.__index__()
 
 
 def _is_int(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -35,6 +36,26 @@ def modules_after(code: str) -> set[str]:
 )
 def test_an_import_pulls_in_only_what_it_needs(code: str, forbidden: list[str]) -> None:
     assert not modules_after(code) & set(forbidden)
+
+
+def test_the_front_end_needs_records_of_the_scheduler_only() -> None:
+    loaded = "[m for m in sys.modules if m.startswith(('jubako.scheduler.', 'jubako.kv_cache.'))]"
+    code = f"import sys, jubako.frontend.llm_engine; print(*{loaded})"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    records = ["engine_output", "features", "model_output"]
+    assert set(done.stdout.split()) == {
+        "jubako.kv_cache.metrics",
+        *(f"jubako.scheduler.{name}" for name in records),
+    }
+
+
+@pytest.mark.parametrize("package", ["jubako.kv_cache", "jubako.scheduler"])
+def test_a_package_offers_what_it_names(package: str) -> None:
+    module = import_module(package)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError, match="nothing_here"):
+        _ = module.nothing_here
 
 
 def test_public_names_exist() -> None:

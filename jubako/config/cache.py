@@ -27,9 +27,8 @@ class CacheConfig:
     prefix_caching_hash_algo: Literal[
         "blake2b", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"
     ] = option("blake2b", "Hash of KV blocks; change it only to exchange KV with other engines.")
-    mamba_cache_mode: Literal["none", "align", "all"] = option(
-        "none", "Which states of state-space layers are kept for re-use."
-    )
+    mamba_cache_mode: Literal["none", "align", "all"] = "none"
+    """Which states of state-space layers are kept for re-use."""
     watermark: float = option(
         0.0, "Share of KV blocks kept free when a request is admitted while others run."
     )

@@ -19,11 +19,9 @@ from jubako.errors import ConfigError
 ENV_PREFIX = "JUBAKO_"
 
 
-def option(
-    default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tuple[Any, ...] = ()
-) -> Any:
+def option(default: Any, help: str, *, flags: tuple[str, ...] = ()) -> Any:
     """A dataclass field that is also an option. `flags` are extra spellings of its flag."""
-    metadata = {"help": help, "flags": flags, "choices": choices}
+    metadata = {"help": help, "flags": flags}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -45,7 +43,7 @@ def parse_size(text: str) -> int:
     unit = text.strip()[len(number) :].strip().lower()
     try:
         return int(float(number) * units[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise ValueError(f"{text!r} is not a size; write bytes, or for example 4GiB") from None
 
 

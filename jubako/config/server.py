@@ -35,7 +35,7 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", name)
-        if self.drain_timeout < 0:
+        if not self.drain_timeout >= 0:
             raise ConfigError(
                 f"drain_timeout={self.drain_timeout} must be at least 0.", "drain_timeout"
             )

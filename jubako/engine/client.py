@@ -364,7 +364,9 @@ class SyncMPClient(_MPClient):
             # Nobody listens if reading has failed.
             with contextlib.suppress(zmq.Again):
                 waker.send(_STOP, zmq.NOBLOCK)
-            reader.join()
+            # A client that is forgotten may be collected in any thread.
+            if threading.current_thread() is not reader:
+                reader.join()
             waker.close()
 
         connection.before_close = stop_reader
@@ -409,6 +411,8 @@ def _read_outputs(connection: _Connection, inbox: _Inbox) -> None:
             if stop in ready:
                 return
             inbox.receive(connection.output.recv_multipart(copy=False))
+            if connection.output.closed:
+                return
     except Exception:
         logger.exception("Reading the engine core's outputs failed")
         inbox.fail(EngineDeadError())

@@ -24,7 +24,7 @@ from jubako.engine.messages import (
     EngineCoreRequest,
     FinishReason,
 )
-from jubako.errors import JubakoError, ValidationError
+from jubako.errors import JubakoError, NotImplementedFeatureError, ValidationError
 from jubako.kv_cache import (
     KVCacheConfig,
     fit_max_model_len,
@@ -156,6 +156,9 @@ class EngineCore:
 
     def _check(self, request: EngineCoreRequest) -> None:
         """Refuse what would stop a step, and with it everybody's requests."""
+        for name in ("pooling_params", "mm_features", "prompt_embeds", "lora_request"):
+            if getattr(request, name) is not None:
+                raise NotImplementedFeatureError(f"{name} is not built; leave it out.", name)
         ids = request.prompt_token_ids
         if not ids:
             raise ValidationError("The prompt is empty.", "prompt")
@@ -172,6 +175,10 @@ class EngineCore:
                 "prompt",
                 code="context_length_exceeded",
             )
+
+    def unreadable(self, request_id: str, client_index: int) -> Refusal:
+        """The answer to a request of which no more than this could be read. Thread-safe."""
+        return Refusal(request_id, client_index, "The request cannot be read.")
 
     def _refusal(self, request_id: str, client_index: int, error: Exception) -> Refusal:
         message = "The engine failed to take the request."

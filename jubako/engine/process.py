@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import zmq
 
 from jubako.engine.error_report import ErrorReport
@@ -190,6 +191,10 @@ class EngineCoreProc:
             kind, message = decoders.decode([f.buffer for f in frames])
         except SerializationError as error:
             logger.error("A message from a front end is dropped. %s", error)
+            sender = _sender_of([f.buffer for f in frames])
+            if sender is not None:
+                # Whoever sent it would wait for ever.
+                self._input_queue.put(self.core.unreadable(*sender))
             return
         if kind is RequestType.ABORT:
             # Twice on purpose: a running step looks at the first, the second keeps the order with
@@ -248,6 +253,21 @@ class _InputDecoders:
         if kind is RequestType.ABORT:
             return kind, self._abort.decode(frames[1:])
         return kind, self._utility.decode(frames[1:])
+
+
+def _sender_of(frames: Sequence[Frame]) -> tuple[str, int] | None:
+    """Id and front end of a request that is no `EngineCoreRequest`, if as much can be read."""
+    if len(frames) < 2 or bytes(frames[0]) != RequestType.ADD.value:
+        return None
+    try:
+        fields = msgspec.msgpack.decode(frames[1])
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, list) or not fields or not isinstance(fields[0], str):
+        return None
+    place = EngineCoreRequest.__struct_fields__.index("client_index")
+    client_index = fields[place] if len(fields) > place else 0
+    return fields[0], client_index if isinstance(client_index, int) else 0
 
 
 def _connect_output(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:

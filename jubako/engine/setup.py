@@ -21,13 +21,25 @@ GPU_BLOCK_SIZE = 16
 _LARGE_GPU_BYTES = 70 << 30
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
-_NOT_BUILT = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "prefill_context_parallel_size",
-    "decode_context_parallel_size",
-    "data_parallel_size",
-)
+_NOT_BUILT = {
+    "parallel_config": (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+        "data_parallel_size",
+    ),
+    "scheduler_config": (
+        "async_scheduling",
+        "disable_chunked_mm_input",
+        "encoder_cache_size",
+        "max_num_encoder_input_tokens",
+    ),
+    "cache_config": ("mamba_cache_mode",),
+    # Nobody would read events, and they would pile up.
+    "kv_events_config": ("enable_kv_cache_events", "use_int_block_hashes"),
+}
+"""Options that schedulers and caches know when they are used alone, and no engine does yet."""
 
 
 class Machine(NamedTuple):
@@ -81,12 +93,12 @@ def complete_config(config: JubakoConfig, checkpoint: Checkpoint, *, usage: Usag
 
 
 def _refuse_what_is_not_built(config: JubakoConfig) -> None:
-    for name in _NOT_BUILT:
-        size = getattr(config.parallel_config, name)
-        if size != 1:
-            raise ConfigError(f"{name}={size} is not built; leave it at 1.", name)
-    if config.scheduler_config.async_scheduling:
-        raise ConfigError("async_scheduling is not built; leave it off.", "async_scheduling")
+    for concern, names in _NOT_BUILT.items():
+        part = getattr(config, concern)
+        for name in names:
+            value, default = getattr(part, name), getattr(type(part), name)
+            if value and value != default:
+                raise ConfigError(f"{name}={value} is not built; leave it at {default}.", name)
 
 
 # -- machine ----------------------------------------------------------------------------------

@@ -65,8 +65,9 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="jubako",
         description="LLM inference and serving, built around the KV cache.",
-        epilog="jubako COMMAND --help shows the options of a command. Every option can also be set "
-        "by an environment variable: --max-model-len by JUBAKO_MAX_MODEL_LEN.",
+        epilog="jubako COMMAND --help shows the options of a command. Options of the "
+        "engine and the server can also be set by environment variables: --max-model-len by "
+        "JUBAKO_MAX_MODEL_LEN.",
     )
     parser.add_argument("--version", action="version", version=f"jubako {__version__}")
     commands = parser.add_subparsers(

@@ -123,7 +123,8 @@ class AsyncLLM:
 
         Closing the generator, or cancelling the task that reads it, aborts the request. Raises
         `ValidationError` for a bad request, `EngineDeadError` if the engine has ended or ends, and
-        `EngineGenerateError` if this request alone failed.
+        `EngineGenerateError` if this request alone failed in the front end; one that fails in the
+        core ends with the finish reason "error".
         """
         internal_id: str | None = None
         finished = False

@@ -6,19 +6,16 @@ the request costs the core anything.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 from jubako.config import JubakoConfig
 from jubako.engine.messages import EngineCoreReady, EngineCoreRequest
 from jubako.errors import NotImplementedFeatureError, ValidationError
+from jubako.frontend.tokenizer import LONG_TEXT, Tokenizer
 from jubako.sampling_params import PoolingParams, SamplingParams
-
-if TYPE_CHECKING:
-    from jubako.frontend.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`."""
@@ -26,11 +23,10 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 MAX_N = 1024
 """Most answers to one request; each is a request of its own inside."""
 
-LONG_TEXT = 4096
-"""Characters. Encoding longer text takes long enough to be worth a thread."""
-
-MIN_CHARS_PER_TOKEN = 16
-"""A text with fewer characters than this for every token of the context is always encoded."""
+MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 256
+"""Every stop string is looked for at every token, and every bad word is encoded, beside others'
+requests."""
 
 _NOT_BUILT_KEYS = {
     "prompt_embeds": "Prompt embeddings",
@@ -161,26 +157,13 @@ class InputProcessor:
             raise ValidationError(
                 "This engine has no tokenizer; give prompt_token_ids instead of text.", "prompt"
             )
-        # Encoding many megabytes only to refuse them would be an easy way to keep us busy.
-        if not truncated and self._cannot_fit(len(text)):
+        if not truncated and self._tokenizer.cannot_fit(len(text), self._max_model_len):
             raise self._too_long(f"has {len(text)} characters", len(text))
         try:
             return self._tokenizer.encode(text)
         except ValidationError as error:
             error.parameter = "prompt"
             raise
-
-    def _cannot_fit(self, characters: int) -> bool:
-        # An id may stand for characters that normalisation removes or joins; be generous. And
-        # listing a large vocabulary costs as much as a whole first token: only for a long text.
-        if characters <= self._max_model_len * MIN_CHARS_PER_TOKEN:
-            return False
-        return characters > self._max_model_len * max(MIN_CHARS_PER_TOKEN, self._longest_token)
-
-    @functools.cached_property
-    def _longest_token(self) -> int:
-        assert self._tokenizer is not None
-        return max(map(len, self._tokenizer.backend.get_vocab()), default=1)
 
     def _too_long(self, what: str, value: int) -> ValidationError:
         return ValidationError(
@@ -224,6 +207,10 @@ class InputProcessor:
             )
         if params.n > MAX_N:
             raise ValidationError(f"n must be at most {MAX_N}, got {params.n}.", "n", params.n)
+        for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
+            count = len(getattr(params, name))
+            if count > most:
+                raise ValidationError(f"{name} may have {most} entries, got {count}.", name, count)
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         for name, ids in (

@@ -81,8 +81,13 @@ class LLMEngine:
             arrival_time=arrival_time,
         )
         internal_id = assign_request_id(request)
-        for child in self._outputs.add_request(request, text):
-            self.client.add_request(child)
+        children = self._outputs.add_request(request, text)
+        try:
+            for child in children:
+                self.client.add_request(child)
+        except BaseException:
+            self.client.abort_requests(self._outputs.abort_requests([internal_id], internal=True))
+            raise
         return internal_id
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:

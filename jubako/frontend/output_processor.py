@@ -175,13 +175,10 @@ class OutputProcessor:
     Not thread-safe.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, *, log_stats: bool = True, stream_interval: int = 1
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, stream_interval: int = 1) -> None:
         self._tokenizer = tokenizer
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._stream_interval = stream_interval
-        self.log_stats = log_stats
         self._states: dict[str, RequestState] = {}
         self._by_external_id: dict[str, list[str]] = {}
         """Caller's id → internal ids of the requests, or children, that it stands for."""

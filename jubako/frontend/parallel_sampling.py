@@ -53,7 +53,8 @@ class ParentRequest:
 
     def _child_params(self, index: int) -> SamplingParams:
         params = self._params
-        seed = params.seed if params.seed is None else params.seed + index
+        # Seeds count modulo 2^64; -1 would mean none.
+        seed = None if params.seed is None else (params.seed + index) % 2**64
         if index == 0 or params.prompt_logprobs is None:
             return params.clone(n=1, seed=seed)
         return params.clone(n=1, seed=seed, prompt_logprobs=None, skip_reading_prefix_cache=False)

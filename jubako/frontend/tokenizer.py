@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from jubako.frontend.token_bytes import TokenBytes
 LONG_TEXT = 4096
 """Characters that take about a millisecond. The library keeps Python's lock while it encodes one
 text, and releases it for a batch."""
+
+MIN_CHARS_PER_TOKEN = 16
+"""A text with fewer characters than this for every token of the context is always encoded."""
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -83,6 +87,21 @@ class Tokenizer:
             list(texts), add_special_tokens=add_special_tokens
         )
         return [encoding.ids for encoding in encodings]
+
+    def cannot_fit(self, characters: int, tokens: int) -> bool:
+        """Whether a text of that length surely has more than `tokens` tokens.
+
+        Encoding many megabytes only to refuse them would be an easy way to keep us busy.
+        """
+        # An id may stand for characters that normalisation removes or joins; be generous. And
+        # listing a large vocabulary costs as much as a whole first token: only for a long text.
+        if characters <= tokens * MIN_CHARS_PER_TOKEN:
+            return False
+        return characters > tokens * max(MIN_CHARS_PER_TOKEN, self._longest_token)
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.backend.get_vocab()), default=1)
 
     # -- ids to text --------------------------------------------------------------------------
 

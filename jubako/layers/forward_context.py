@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,22 +18,27 @@ class ForwardContext:
     """By name of the attention layer. None: a profiling run, in which attention returns zeros."""
 
 
-_current: ForwardContext | None = None
+class _Running(threading.local):
+    # Two engines in one process may step at the same time, each in its own thread.
+    context: ForwardContext | None = None
+
+
+_running = _Running()
 
 
 @contextmanager
 def set_forward_context(attn_metadata: dict[str, AttentionMetadata] | None) -> Iterator[None]:
-    """Run a forward pass with this metadata; contexts nest."""
-    global _current
-    outer = _current
-    _current = ForwardContext(attn_metadata)
+    """Run a forward pass of this thread with this metadata; contexts nest."""
+    outer = _running.context
+    _running.context = ForwardContext(attn_metadata)
     try:
         yield
     finally:
-        _current = outer
+        _running.context = outer
 
 
 def get_forward_context() -> ForwardContext:
     """The context of the running forward pass."""
-    assert _current is not None, "a model runs inside set_forward_context()"
-    return _current
+    context = _running.context
+    assert context is not None, "a model runs inside set_forward_context()"
+    return context

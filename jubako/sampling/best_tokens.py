@@ -74,15 +74,27 @@ def tokens_from(logits: Tensor, bounds: Tensor, most: int) -> tuple[BestTokens, 
     if len(rows) > int(taken.sum()):
         in_taken = taken[rows] > 0
         rows, ids = rows[in_taken], ids[in_taken]
-    starts = taken.cumsum(0) - taken
+    values, token_ids = side_by_side(logits, rows, ids, taken)
+    values, order = values.sort(dim=1, descending=True, stable=True)
+    return BestTokens(values, token_ids.gather(1, order)), counts
+
+
+def side_by_side(
+    logits: Tensor, rows: Tensor, ids: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logits and ids [n, k] of chosen entries of `logits` [n, V], those of a row from the left.
+
+    `rows` [m], ascending, and `ids` [m] name the entries, `counts` [n] how many each row has; k is
+    the most of them, at least 1. Empty places have -inf and id 0.
+    """
+    starts = counts.cumsum(0) - counts
     places = torch.arange(len(rows), device=logits.device) - starts[rows]
-    shape = (logits.shape[0], max(1, int(taken.max())))
+    shape = (logits.shape[0], max(1, int(counts.max())))
     values = torch.full(shape, -torch.inf, dtype=logits.dtype, device=logits.device)
     token_ids = torch.zeros(shape, dtype=torch.int64, device=logits.device)
     values[rows, places] = logits[rows, ids]
     token_ids[rows, places] = ids
-    values, order = values.sort(dim=1, descending=True, stable=True)
-    return BestTokens(values, token_ids.gather(1, order)), counts
+    return values, token_ids
 
 
 def best_tokens(logits: Tensor, counts: IntArray) -> BestTokens:

@@ -122,13 +122,16 @@ def _filter_wide(logits: Tensor, top_k: int, top_p: float) -> None:
     if top_k < logits.shape[0]:
         logits.masked_fill_(logits < logits.topk(top_k).values[-1], -torch.inf)
     if top_p < 1:
-        limit = float(_mass_limit(np.array(top_p))) * _FIXED_POINT
-        kept = _nucleus(torch.softmax(logits, dim=0).nan_to_num(0.0), math.ceil(limit))
+        limit = math.ceil(float(_mass_limit(np.array(top_p))) * _FIXED_POINT)
+        # A top_p within rounding of 0 still keeps the best token.
+        kept = _nucleus(torch.softmax(logits, dim=0).nan_to_num(0.0), max(limit, 1))
         logits.masked_fill_(~kept, -torch.inf)
 
 
 def _nucleus(probabilities: Tensor, limit: int) -> Tensor:
     """Mask [V] of the best tokens with a mass of `limit` / 2^52, found without sorting them all.
+
+    `limit` is at least 1.
 
     Masses are added up exactly, in fixed point, in buckets of nearly equal probability; only the
     bucket in which the limit falls is sorted.

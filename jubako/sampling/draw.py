@@ -10,10 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from jubako.sampling.best_tokens import side_by_side
 from jubako.sampling.noise import gumbel_noise, noise_bits
 
 _FINALISTS = 16
 _MANY = 1 << 14
+_CHUNK_ENTRIES = 1 << 22
+"""Logits whose mask exists at a time: 4 MiB."""
 _CPU_PIECE = 1 << 15
 """Tokens that are hashed at a time on a CPU: temporaries stay in its cache."""
 
@@ -30,37 +33,59 @@ def draw_from_candidates(values: Tensor, token_ids: Tensor, keys: Tensor) -> Ten
 
 def draw_from_vocabulary(logits: Tensor, keys: Tensor) -> Tensor:
     """Token ids [n] int64 drawn from all of `logits` [n, V] float32."""
-    drawn = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    vocabulary = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    for row in range(logits.shape[0]):
-        key = keys[row : row + 1]
-        ids = _possible_winners(logits[row], key, vocabulary)
-        drawn[row : row + 1] = draw_from_candidates(
-            logits[row, ids].unsqueeze(0), ids.unsqueeze(0), key
-        )
-    return drawn
-
-
-def _possible_winners(logits: Tensor, key: Tensor, vocabulary: Tensor) -> Tensor:
-    """Ids, ascending, among which the winner of `logits` [V] is; usually a handful.
-
-    With s the noisy score of the best token, token v can win only if `logits_v + g_v >= s`, that is
-    if `e_v <= exp(logits_v - s)`. As `e = -log(1 - u) >= u`, it is enough to compare its uniform
-    number u with that: one exponential a token, and no logarithm.
-    """
-    best = logits.argmax().reshape(1)
-    score = logits[best].to(torch.float64) + gumbel_noise(key, best.unsqueeze(0))[0]
+    best = logits.argmax(dim=1, keepdim=True)
+    score = logits.gather(1, best).to(torch.float64) + gumbel_noise(keys, best)
     score = score.to(torch.float32)
-    piece = _CPU_PIECE if logits.device.type == "cpu" else logits.shape[0]
-    pieces = []
-    for part, ids in zip(logits.split(piece), vocabulary.split(piece), strict=True):
-        # u in units of 2^-32, less 2^31, as noise_bits has its upper bit flipped. Both sides are
-        # rounded to float32: the slack makes up for it.
-        limit = (part - score).exp_().mul_(1.001 * 2.0**32).add_(1024 - 2.0**31)
-        bits = noise_bits(key, ids.unsqueeze(0))[0].bitwise_xor_(-(1 << 31))
-        pieces.append(bits.to(torch.float32) <= limit)
-    ids = torch.cat(pieces).nonzero().squeeze(1)
-    if ids.numel() > _MANY:
-        noisy = logits[ids] + gumbel_noise(key, ids.unsqueeze(0), torch.float32)[0]
-        ids = ids[noisy.topk(_FINALISTS).indices.sort().values]
-    return ids if ids.numel() else best
+    step = max(1, _CHUNK_ENTRIES // logits.shape[1])
+    drawn = []
+    for part, part_keys, part_best, part_score in zip(
+        logits.split(step), keys.split(step), best.split(step), score.split(step), strict=True
+    ):
+        possible = _possible_winners(part, part_keys, part_score)
+        # Where a row has no numbers, nothing compares.
+        possible.scatter_(1, part_best, True)
+        drawn.append(_draw_among(part, part_keys, possible))
+    return torch.cat(drawn)
+
+
+def _possible_winners(logits: Tensor, keys: Tensor, score: Tensor) -> Tensor:
+    """Mask [n, V] of the tokens among which the winner of each row is; usually a handful.
+
+    With s the noisy `score` [n, 1] of the best token, token v can win only if `logits_v + g_v >=
+    s`, that is if `e_v <= exp(logits_v - s)`. As `e = -log(1 - u) >= u`, it is enough to compare
+    its uniform number u with that: one exponential a token, and no logarithm.
+    """
+    n, size = logits.shape
+    possible = torch.empty(n, size, dtype=torch.bool, device=logits.device)
+    vocabulary = torch.arange(size, dtype=torch.int32, device=logits.device).unsqueeze(0)
+    entries = _CPU_PIECE if logits.device.type == "cpu" else n * size
+    height, width = max(1, entries // size), min(entries, size)
+    for top in range(0, n, height):
+        rows = slice(top, top + height)
+        for left in range(0, size, width):
+            columns = slice(left, left + width)
+            # u in units of 2^-32, less 2^31, as noise_bits has its upper bit flipped. Both sides
+            # are rounded to float32: the slack makes up for it.
+            limit = logits[rows, columns] - score[rows]
+            limit.exp_().mul_(1.001 * 2.0**32).add_(1024 - 2.0**31)
+            bits = noise_bits(keys[rows], vocabulary[:, columns]).bitwise_xor_(-(1 << 31))
+            torch.le(bits.to(torch.float32), limit, out=possible[rows, columns])
+    return possible
+
+
+def _draw_among(logits: Tensor, keys: Tensor, possible: Tensor) -> Tensor:
+    """Token ids [n] drawn from the tokens that `possible` [n, V] marks, at least one a row."""
+    rows, ids = possible.nonzero(as_tuple=True)
+    counts = torch.bincount(rows, minlength=logits.shape[0])
+    crowded = (counts > _MANY).nonzero().squeeze(1).tolist()
+    for row in crowded:
+        # A flat row rules out few tokens; noise in float32 tells nearly all of them apart.
+        crowd = ids[rows == row]
+        noise = gumbel_noise(keys[row : row + 1], crowd.unsqueeze(0), torch.float32)[0]
+        finalists = (logits[row, crowd] + noise).topk(_FINALISTS).indices
+        possible[row] = False
+        possible[row, crowd[finalists]] = True
+    if crowded:
+        rows, ids = possible.nonzero(as_tuple=True)
+        counts = torch.bincount(rows, minlength=logits.shape[0])
+    return draw_from_candidates(*side_by_side(logits, rows, ids, counts), keys)

@@ -33,36 +33,41 @@ The scheduler needs no model and no torch, so a router or a simulator can use it
 
 from __future__ import annotations
 
-from jubako.scheduler.async_scheduler import AsyncScheduler
-from jubako.scheduler.encoder_cache import EncoderCacheManager
-from jubako.scheduler.engine_output import (
-    EngineCoreEvent,
-    EngineCoreEventType,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    FinishReason,
-    SchedulerStats,
-    UtilityOutput,
-)
-from jubako.scheduler.features import LoRARequest, MultiModalFeatureSpec, PlaceholderRange
-from jubako.scheduler.model_output import (
-    EMPTY_MODEL_RUNNER_OUTPUT,
-    DraftTokenIds,
-    ECConnectorOutput,
-    KVConnectorOutput,
-    LogprobsLists,
-    ModelRunnerOutput,
-)
-from jubako.scheduler.output import (
-    CachedRequestData,
-    GrammarOutput,
-    NewRequestData,
-    SchedulerOutput,
-)
-from jubako.scheduler.protocols import ECConnector, KVConnector, StructuredOutputManager
-from jubako.scheduler.queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
-from jubako.scheduler.request import Request, RequestStatus
-from jubako.scheduler.scheduler import Scheduler
+from typing import TYPE_CHECKING
+
+from jubako.utils.lazy import exports_on_use
+
+if TYPE_CHECKING:
+    from jubako.scheduler.async_scheduler import AsyncScheduler
+    from jubako.scheduler.encoder_cache import EncoderCacheManager
+    from jubako.scheduler.engine_output import (
+        EngineCoreEvent,
+        EngineCoreEventType,
+        EngineCoreOutput,
+        EngineCoreOutputs,
+        FinishReason,
+        SchedulerStats,
+        UtilityOutput,
+    )
+    from jubako.scheduler.features import LoRARequest, MultiModalFeatureSpec, PlaceholderRange
+    from jubako.scheduler.model_output import (
+        EMPTY_MODEL_RUNNER_OUTPUT,
+        DraftTokenIds,
+        ECConnectorOutput,
+        KVConnectorOutput,
+        LogprobsLists,
+        ModelRunnerOutput,
+    )
+    from jubako.scheduler.output import (
+        CachedRequestData,
+        GrammarOutput,
+        NewRequestData,
+        SchedulerOutput,
+    )
+    from jubako.scheduler.protocols import ECConnector, KVConnector, StructuredOutputManager
+    from jubako.scheduler.queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
+    from jubako.scheduler.request import Request, RequestStatus
+    from jubako.scheduler.scheduler import Scheduler
 
 __all__ = [
     "EMPTY_MODEL_RUNNER_OUTPUT",
@@ -97,3 +102,21 @@ __all__ = [
     "StructuredOutputManager",
     "UtilityOutput",
 ]
+
+# The records of a package are read where its classes are not wanted: in the front end.
+__getattr__ = exports_on_use(
+    __name__,
+    __all__,
+    (
+        "async_scheduler",
+        "encoder_cache",
+        "engine_output",
+        "features",
+        "model_output",
+        "output",
+        "protocols",
+        "queue",
+        "request",
+        "scheduler",
+    ),
+)

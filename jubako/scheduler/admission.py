@@ -31,8 +31,7 @@ class AdmissionPlanner(RunningPlanner):
             try:
                 verdict = self._try_to_admit(request, plan)
             except Exception as error:
-                plan.num_scheduled.pop(request.request_id, None)
-                self._fail_with(request, error)
+                self._fail_in_step(request, plan, error)
                 verdict = Verdict.FAILED
             if verdict is Verdict.SCHEDULED:
                 for other in overtaken:

@@ -145,9 +145,17 @@ class PriorityRequestQueue(RequestQueue):
         return iter(sorted(self._requests.values()))
 
     def first(self, count: int) -> list[Request]:
-        if count == 1:
-            return [self.peek()] if self._requests else []
-        return heapq.nsmallest(count, self._requests.values())
+        # Best-first search of the heap: no entry comes before its parent, so the cost depends on
+        # `count` and the dead entries near the head, not on how many requests wait.
+        found: list[Request] = []
+        frontier = [(self._heap[0], 0)] if self._heap else []
+        while frontier and len(found) < count:
+            (_, entry), place = heapq.heappop(frontier)
+            if entry in self._requests:
+                found.append(self._requests[entry])
+            for child in range(2 * place + 1, min(2 * place + 3, len(self._heap))):
+                heapq.heappush(frontier, (self._heap[child], child))
+        return found
 
 
 def create_request_queue(policy: str) -> RequestQueue:

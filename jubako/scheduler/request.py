@@ -164,6 +164,9 @@ class Request:
         self.prompt_embeds = prompt_embeds
         self.eos_token_id = eos_token_id
         self.skip_reading_prefix_cache = bool(params.skip_reading_prefix_cache)
+        if sampling_params is not None and sampling_params.prompt_logprobs is not None:
+            # Whatever was asked for: a position that is not computed has no logits to score.
+            self.skip_reading_prefix_cache = True
 
         self.prompt_token_ids = None if prompt_token_ids is None else list(prompt_token_ids)
         if self.prompt_token_ids is not None:

@@ -11,7 +11,7 @@ from jubako.scheduler.encoder_scheduling import (
     release_claims,
 )
 from jubako.scheduler.fair_share import MAX_SHARING_PREFILLS, fair_share
-from jubako.scheduler.request import Request, RequestStatus
+from jubako.scheduler.request import Request
 from jubako.scheduler.state import SchedulerState
 from jubako.scheduler.step_plan import StepPlan
 
@@ -41,33 +41,35 @@ class RunningPlanner(SchedulerState):
             computed = request.num_computed_tokens
             count = request.num_tokens + len(request.spec_token_ids) - computed
             chunk: EncoderChunk | None = None
-            if count != 1 or request.num_output_placeholders or computed < request.media_end:
-                count += request.num_output_placeholders
-                count = self._limit_running(request, count, plan)
-                if count > 0 and computed < request.media_end:
-                    chunk = self._plan_media(request, computed, count, plan)
-                    count = chunk.num_new_tokens
-                if count <= 0:
-                    if chunk is not None:
-                        release_claims(request, chunk, self.encoder_cache_manager)
-                    plan.position += 1
-                    continue
-            if computed + count + lookahead >= request.kv_event_tokens:
-                verdict = self._allocate_running(request, count, plan)
-                if verdict is not Verdict.SCHEDULED:
-                    if chunk is not None and request.status is RequestStatus.RUNNING:
-                        release_claims(request, chunk, self.encoder_cache_manager)
+            try:
+                if count != 1 or request.num_output_placeholders or computed < request.media_end:
+                    count += request.num_output_placeholders
+                    count = self._limit_running(request, count, plan)
+                    if count > 0 and computed < request.media_end:
+                        chunk = self._plan_media(request, computed, count, plan)
+                        count = chunk.num_new_tokens
+                    if count <= 0:
+                        if chunk is not None:
+                            release_claims(request, chunk, self.encoder_cache_manager)
+                        plan.position += 1
+                        continue
+                if computed + count + lookahead >= request.kv_event_tokens:
+                    verdict = self._allocate_running(request, count, plan)
                     if verdict is Verdict.NO_ROOM:
                         break
-                    continue
-            num_scheduled[request.request_id] = count
-            plan.token_budget -= count
-            plan.running.append(request)
+                    if verdict is Verdict.FAILED:
+                        continue
+                num_scheduled[request.request_id] = count
+                plan.token_budget -= count
+                plan.running.append(request)
+                if request.spec_token_ids:
+                    self._schedule_drafts(request, count, plan)
+                if chunk is not None:
+                    self._commit_media(request, chunk, plan)
+            except Exception as error:
+                self._fail_in_step(request, plan, error)
+                continue
             plan.position += 1
-            if request.spec_token_ids:
-                self._schedule_drafts(request, count, plan)
-            if chunk is not None:
-                self._commit_media(request, chunk, plan)
 
     def _limit_running(self, request: Request, count: int, plan: StepPlan) -> int:
         """Cut the tokens that a running request wants to what it may have in this step."""
@@ -163,26 +165,28 @@ class RunningPlanner(SchedulerState):
         NO_ROOM: the request itself had to give way.
         """
         manager = self.kv_cache_manager
-        try:
-            while True:
-                blocks = manager.allocate_slots(
-                    request, count, num_lookahead_tokens=self.num_lookahead_tokens
-                )
-                if blocks is not None:
-                    break
-                victim = self._choose_victim()
-                if victim is request and len(self.running) == 1 and not self._others_hold_blocks():
-                    self._fail(request, self._too_long_message(request))
-                    return Verdict.FAILED
-                self._take_from_running(victim, plan)
-                if victim is request:
-                    return Verdict.NO_ROOM
-            request.kv_event_tokens = manager.next_event_tokens(request.request_id)
-            plan.add_block_ids(request.request_id, blocks.get_block_ids(allow_none=True))
-        except Exception as error:
-            self._fail_with(request, error)
-            return Verdict.FAILED
+        while True:
+            blocks = manager.allocate_slots(
+                request, count, num_lookahead_tokens=self.num_lookahead_tokens
+            )
+            if blocks is not None:
+                break
+            victim = self._choose_victim()
+            if victim is request and len(self.running) == 1 and not self._others_hold_blocks():
+                self._fail(request, self._too_long_message(request))
+                return Verdict.FAILED
+            self._take_from_running(victim, plan)
+            if victim is request:
+                return Verdict.NO_ROOM
+        request.kv_event_tokens = manager.next_event_tokens(request.request_id)
+        plan.add_block_ids(request.request_id, blocks.get_block_ids(allow_none=True))
         return Verdict.SCHEDULED
+
+    def _fail_in_step(self, request: Request, plan: StepPlan, error: Exception) -> None:
+        """End a request whose planning raised; the step goes on without it."""
+        plan.remove(request)
+        self._undo_media(request, plan)
+        self._fail_with(request, error)
 
     def _choose_victim(self) -> Request:
         if self.policy == "priority":
@@ -198,6 +202,7 @@ class RunningPlanner(SchedulerState):
         if victim.request_id in plan.num_scheduled:
             plan.remove(victim)
             self._undo_media(victim, plan)
+            self._evict_uncomputed(victim)
         self._preempt(victim, plan.timestamp)
         self.waiting.put_back([victim])
         plan.preempted.add(victim.request_id)

@@ -52,11 +52,12 @@ class Scheduler(AdmissionPlanner):
             self.prev_step_scheduled_req_ids,
             send_new_token_ids=self._sends_new_token_ids,
         )
-        if self.running:
+        if len(self.running) > 1:
             output.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(
                 self.running[0].request_id
             )
         else:
+            # A lone request shares nothing, and counting a long context costs more than the rest.
             output.num_common_prefix_blocks = [0] * len(self.kv_cache_config.kv_cache_groups)
         output.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
         output.free_encoder_mm_hashes = self.encoder_cache_manager.get_freed_mm_hashes()

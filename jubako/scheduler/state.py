@@ -136,6 +136,7 @@ class SchedulerState:
             enable_caching=caching,
             log_stats=self.log_stats,
             enable_kv_cache_events=self.config.kv_events_config.enable_kv_cache_events,
+            use_int_block_hashes=self.config.kv_events_config.use_int_block_hashes,
             metrics_collector=self._kv_metrics,
             scheduler_block_size=self.block_size,
             max_num_batched_tokens=self.max_num_scheduled_tokens,
@@ -212,6 +213,15 @@ class SchedulerState:
         self._num_preemptions += 1
         if self.log_stats:
             request.record_event(EngineCoreEventType.PREEMPTED, timestamp)
+
+    def _evict_uncomputed(self, request: Request) -> None:
+        """Nobody may find what a step that will not run was to write.
+
+        Blocks are findable as soon as the step that fills them is planned.
+        """
+        self.kv_cache_manager.evict_uncomputed_blocks(
+            request.request_id, request.num_computed_tokens
+        )
 
     def _others_hold_blocks(self) -> bool:
         """Whether blocks are held outside `running`, so that they may yet come free."""
@@ -302,6 +312,7 @@ class SchedulerState:
         if request in self.waiting:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED_ERROR
+        self._evict_uncomputed(request)
         self._free_request(request)
         output = EngineCoreOutput(
             request.request_id,

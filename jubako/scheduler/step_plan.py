@@ -47,17 +47,17 @@ class StepPlan:
             block_ids = tuple(old + new for old, new in zip(earlier, block_ids))
         self.new_block_ids[request_id] = block_ids
 
-    def remove(self, request: Request) -> int:
-        """Take a running request out again; the number of tokens it had."""
+    def remove(self, request: Request) -> None:
+        """Take a request out again, if it is in the step."""
         request_id = request.request_id
-        self.running.remove(request)
-        num_tokens = self.num_scheduled.pop(request_id)
-        self.token_budget += num_tokens
+        for planned in (self.running, self.new, self.resumed):
+            if request in planned:
+                planned.remove(request)
+        self.token_budget += self.num_scheduled.pop(request_id, 0)
         self.new_block_ids.pop(request_id, None)
         self.drafts.pop(request_id, None)
         self.given_drafts.pop(request_id, None)
         self.shortened.pop(request_id, None)
-        return num_tokens
 
     def to_output(
         self,

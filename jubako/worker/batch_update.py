@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 from jubako.sampling.logits_processors import AddedRow, BatchUpdate, Move, MoveDirectionality
 
 
@@ -10,14 +12,14 @@ class BatchUpdateBuilder:
 
     def __init__(self) -> None:
         self._removed: list[int] = []
-        """Freed rows that are still empty, descending, so that the lowest is at the end."""
+        """Freed rows that are still empty, a heap with the lowest first."""
         self._added: list[AddedRow] = []
         self._moved: list[Move] = []
 
     @property
     def removed(self) -> list[int]:
         """Freed rows that are still empty, ascending."""
-        return self._removed[::-1]
+        return sorted(self._removed)
 
     @property
     def has_changes(self) -> bool:
@@ -27,17 +29,15 @@ class BatchUpdateBuilder:
     def remove(self, row: int) -> None:
         """A row was freed."""
         assert not self._added, "rows are removed before any is added"
-        assert row not in self._removed, f"row {row} was removed twice"
-        self._removed.append(row)
-        self._removed.sort(reverse=True)
+        heapq.heappush(self._removed, row)
 
     def lowest_removed(self) -> int | None:
         """The lowest freed row."""
-        return self._removed[-1] if self._removed else None
+        return self._removed[0] if self._removed else None
 
     def pop_removed(self) -> int:
         """Take the lowest freed row, to fill it."""
-        return self._removed.pop()
+        return heapq.heappop(self._removed)
 
     def add(self, added: AddedRow) -> None:
         """A row was filled with a request."""

@@ -18,6 +18,8 @@ from jubako.worker.block_table import MultiGroupBlockTable
 from jubako.worker.request_state import CachedRequestState
 from jubako.worker.row_fields import ObjectField, RowField, ScalarField, TokenField
 
+_MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+
 
 class InputBatch:
     """Rows 0 to n-1 hold the running requests; there are at most R = `max_num_reqs` of them.
@@ -248,4 +250,5 @@ class InputBatch:
 
 def _temperature(request: CachedRequestState) -> float:
     params = request.sampling_params
-    return 0.0 if params.is_greedy else params.temperature
+    # Divided by infinity, forbidden logits would be no numbers, which win every comparison.
+    return 0.0 if params.is_greedy else min(params.temperature, _MAX_TEMPERATURE)

@@ -55,7 +55,6 @@ class LanguageModel(Protocol):
 class ExecuteModelState(NamedTuple):
     """What the first phase leaves for the second."""
 
-    scheduler_output: SchedulerOutput
     inputs: StepInputs
     hidden_states: Tensor
     """[T, h]."""
@@ -195,7 +194,7 @@ class ModelRunner:
         logits = None
         if inputs.logits_rows.size:
             logits = self.model.compute_logits(hidden[inputs.logits_indices])
-        self._state = ExecuteModelState(scheduler_output, inputs, hidden, logits)
+        self._state = ExecuteModelState(inputs, hidden, logits)
         return None
 
     @torch.inference_mode()
@@ -212,7 +211,8 @@ class ModelRunner:
         if state.logits is not None:
             rows = state.inputs.logits_rows
             if grammar_output is not None:
-                places = {batch.req_ids[row]: i for i, row in enumerate(rows.tolist())}
+                req_ids = batch.req_ids
+                places = {req_ids[row]: i for i, row in enumerate(rows.tolist())}
                 apply_grammar_mask(state.logits, grammar_output, places)
             n = batch.num_reqs
             output_index = batch.num_tokens_no_spec[:n] - batch.num_prompt_tokens[:n]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jubako.layers.attention_metadata import AttentionMetadata
+from jubako.kernels.metadata import AttentionMetadata
 from jubako.worker.input_batch import InputBatch
 from jubako.worker.staging import StepStaging
 

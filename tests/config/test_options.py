@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse(["--kv-cache-memory-bytes", text]).cache_config.kv_cache_memory_bytes == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "4XB", "four", "1e"])
+@pytest.mark.parametrize("text", ["", "GiB", "4XB", "four", "1e", "1e400"])
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_size(text)
@@ -91,6 +92,12 @@ def test_bad_options_are_named_with_value_and_limit(
         JubakoConfig.from_options(options)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan])
+def test_a_drain_takes_no_less_than_nothing(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="drain_timeout"):
+        ServerConfig(drain_timeout=seconds)
 
 
 def test_replace_makes_a_new_config() -> None:

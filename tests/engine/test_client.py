@@ -142,6 +142,35 @@ def wait_until(condition: Callable[[], bool]) -> None:
 # -- work -------------------------------------------------------------------------------------
 
 
+def test_a_client_may_be_closed_by_the_thread_that_reads(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    # As when it is forgotten, and that thread is the one that collects it.
+    client = start(make_config())
+    core = psutil.Process(client.pid)
+    reader = client._reader
+    client._inbox.put = lambda _: client.shutdown()
+    client.add_request(request("a", [5, 6]))
+    reader.join(DEADLINE)
+    assert not reader.is_alive()
+    assert not core.is_running()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("client_index", [0, 7])
+def test_a_request_that_cannot_be_read_is_answered(client: SyncMPClient, client_index: int) -> None:
+    bad = request("unreadable", [5, 6])
+    bad.client_index = client_index
+    bad.arrival_time = "yesterday"  # type: ignore[assignment]
+    client.add_request(bad)
+    client.add_request(request("good", [5, 6]))
+    found = Background(lambda: read(client, 2 if client_index == 0 else 1)).wait()
+    assert found["good"][-1].finish_reason is FinishReason.LENGTH
+    if client_index == 0:
+        assert found["unreadable"][-1].finish_reason is FinishReason.ERROR
+        assert "cannot be read" in found["unreadable"][-1].error
+
+
 def test_requests_are_answered(client: SyncMPClient) -> None:
     prompts = {"short": [5, 6, 7], "long": list(range(3, 60))}
     for name, prompt in prompts.items():

@@ -15,7 +15,8 @@ from jubako.engine.core import EngineCore
 from jubako.engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from jubako.engine.setup import complete_config
 from jubako.errors import ConfigError
-from jubako.sampling_params import SamplingParams
+from jubako.sampling_params import PoolingParams, SamplingParams
+from jubako.scheduler import LoRARequest
 from tests.engine.conftest import MakeConfig
 from tests.engine.fakes import EOS, FAIL, MAX_MODEL_LEN, VOCAB_SIZE, FakeExecutor, continuation
 
@@ -122,6 +123,27 @@ def test_a_request_that_would_stop_the_step_is_answered_alone(
     rest = run(core)
     assert rest.keys() == {"good"}
     assert tokens(outputs[0].outputs + rest["good"]) == continuation([5, 6], 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pooling_params", PoolingParams()),
+        ("prompt_embeds", b""),
+        ("lora_request", LoRARequest("l", 1)),
+    ],
+)
+def test_what_no_worker_can_run_is_answered_alone(
+    make_core: MakeCore, name: str, value: object
+) -> None:
+    core = make_core()
+    odd = request("odd", [5, 6])
+    setattr(odd, name, value)
+    core.add_request(odd)
+    core.add_request(request("a", [5, 6]))
+    outputs = run(core)
+    assert outputs["odd"][0].error == f"{name} is not built; leave it out."
+    assert tokens(outputs["a"]) == continuation([5, 6], 5)
 
 
 def test_a_refusal_is_answered_without_any_other_request(make_core: MakeCore) -> None:

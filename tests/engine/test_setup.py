@@ -122,6 +122,22 @@ def test_more_than_one_worker_is_not_built(name: str) -> None:
         complete(**{name: 2})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_kv_cache_events", True),
+        ("use_int_block_hashes", True),
+        ("mamba_cache_mode", "all"),
+        ("disable_chunked_mm_input", True),
+        ("encoder_cache_size", 5),
+        ("max_num_encoder_input_tokens", 5),
+    ],
+)
+def test_an_option_that_no_engine_has_a_use_for_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value} is not built"):
+        complete(**{name: value})
+
+
 def test_async_scheduling_is_not_built() -> None:
     with pytest.raises(ConfigError, match="async_scheduling"):
         complete(async_scheduling=True)

@@ -15,7 +15,7 @@ import uvloop
 from jubako.errors import EngineDeadError, EngineGenerateError, ValidationError
 from jubako.frontend import async_llm
 from jubako.frontend.async_llm import AsyncLLM
-from jubako.frontend.input_processor import LONG_TEXT
+from jubako.frontend.tokenizer import LONG_TEXT
 from jubako.outputs import RequestOutput
 from jubako.sampling_params import RequestOutputKind as Kind
 from jubako.sampling_params import SamplingParams

@@ -11,11 +11,11 @@ import pytest
 from jubako.config import JubakoConfig
 from jubako.errors import NotImplementedFeatureError, ValidationError
 from jubako.frontend.input_processor import (
-    LONG_TEXT,
     MAX_N,
     InputProcessor,
     assign_request_id,
 )
+from jubako.frontend.tokenizer import LONG_TEXT
 from jubako.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
 from tests.engine.fakes import EOS, MAX_MODEL_LEN, VOCAB_SIZE
 from tests.frontend.driver import ids_of, ready, tokenizer
@@ -186,6 +186,14 @@ def test_only_much_text_takes_long() -> None:
 
 
 # -- parameters -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "most"), [("stop", 64), ("bad_words", 256)])
+def test_lists_that_cost_time_at_every_token_are_bounded(name: str, most: int) -> None:
+    process([5], SamplingParams(**{name: ["ab"] * most}))
+    with pytest.raises(ValidationError, match=f"{name} may have {most} entries") as caught:
+        process([5], SamplingParams(**{name: ["ab"] * (most + 1)}))
+    assert caught.value.parameter == name
 
 
 def test_the_callers_parameters_are_not_changed() -> None:

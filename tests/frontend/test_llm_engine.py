@@ -72,6 +72,19 @@ def test_deltas(engine: LLMEngine) -> None:
     assert [o.finished for o in outputs] == [False] * 5 + [True]
 
 
+def test_a_request_that_cannot_be_sent_is_not_open(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(request: object) -> None:
+        raise ValueError("no way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.client, "add_request", refuse)
+        with pytest.raises(ValueError, match="no way"):
+            engine.add_request("a", "hello", greedy(n=2))
+    assert not engine.has_unfinished_requests()
+
+
 def test_several_answers(engine: LLMEngine) -> None:
     engine.add_request("a", "hello", greedy(n=3))
     (output,) = run(engine)["a"]
@@ -171,7 +184,7 @@ def test_a_dead_core_closes_every_request(make_config: Any, multiprocess: bool) 
 def test_a_killed_core(make_config: Any) -> None:
     engine = LLMEngine(make_config(), multiprocess=True)
     engine.add_request("a", [5], greedy(max_tokens=None))
-    os.kill(engine._client.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    os.kill(engine.client.pid, signal.SIGKILL)  # type: ignore[union-attr]
     with pytest.raises(EngineDeadError):
         run(engine)
     engine.shutdown()

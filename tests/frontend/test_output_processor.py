@@ -422,6 +422,14 @@ def test_children_have_their_own_seeds_and_no_more_of_the_prompt_than_needed() -
     assert [p.skip_reading_prefix_cache for p in params if p] == [True, False, False]
     assert [c.request_id for c in children] == ["0_p", "1_p", "2_p"]
     assert {c.external_req_id for c in children} == {"x"}
+    # -1 stands for no seed, and no child may end up with it.
+    edges = [
+        processor.add_request(request(f"s{seed}", n=2, seed=seed), None) for seed in (-2, 2**64 - 1)
+    ]
+    assert [[c.sampling_params.seed for c in pair if c.sampling_params] for pair in edges] == [
+        [2**64 - 2, 2**64 - 1],
+        [2**64 - 1, 0],
+    ]
     unseeded = processor.add_request(request("q", n=2), None)
     assert [c.sampling_params.seed for c in unseeded if c.sampling_params] == [None, None]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -244,10 +245,20 @@ def test_layers_of_one_step_share_plans_without_mixing_them_up() -> None:
 
 
 def test_runs_inside_and_outside_of_inference_mode() -> None:
-    gather._workspaces.clear()
+    gather._workspaces.by_place.clear()
     with torch.inference_mode():
         Case(ROWS["mixed"]).check()
     Case(ROWS["mixed"]).check()
+
+
+def test_threads_do_not_gather_into_one_buffer() -> None:
+    raw = torch.zeros(3, 2 * 4 * 8 * 4, dtype=torch.int8)
+    kv = PagedKV.from_raw(raw, num_kv_heads=1, block_size=4, head_size=8, dtype=torch.float32)
+    slabs = gather.slab_indices(torch.tensor([[1, 2]]), kv)
+    mine, _ = gather.gather_slabs(kv, slabs, 1, None)
+    with ThreadPoolExecutor(1) as pool:
+        theirs, _ = pool.submit(gather.gather_slabs, kv, slabs, 1, None).result()
+    assert mine.data_ptr() != theirs.data_ptr()
 
 
 class LargestTensor(TorchDispatchMode):

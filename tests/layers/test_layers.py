@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -36,6 +38,11 @@ class TestForwardContext:
             with pytest.raises(KeyError), set_forward_context({}):
                 raise KeyError
             assert get_forward_context().attn_metadata is None
+
+    def test_threads_do_not_see_each_others(self) -> None:
+        with set_forward_context({}), ThreadPoolExecutor(1) as pool:
+            elsewhere = pool.submit(get_forward_context)
+            assert isinstance(elsewhere.exception(), AssertionError)
 
     def test_a_model_outside_of_it_is_a_defect(self) -> None:
         with pytest.raises(AssertionError, match="set_forward_context"):

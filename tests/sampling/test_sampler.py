@@ -135,6 +135,13 @@ def test_top_p_by_example(top_p: float, kept: int) -> None:
             assert kept_tokens(wide, top_k, top_p) == [0, 1, 2, 3][:kept]
 
 
+@pytest.mark.parametrize("top_p", [1e-8, 1e-50])
+@pytest.mark.parametrize("size", [400, 5000])
+def test_a_top_p_below_what_float32_resolves_keeps_the_best_token(top_p: float, size: int) -> None:
+    # More tokens tie than are looked at one by one.
+    assert kept_tokens(torch.zeros(1, size), size, top_p) == [0]
+
+
 def test_top_k_keeps_all_that_tie_with_the_last() -> None:
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]])
     assert kept_tokens(logits, 2, 1.0) == [0, 1, 2, 3]

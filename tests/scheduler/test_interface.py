@@ -165,9 +165,18 @@ def test_common_prefix_counts_blocks_that_all_holders_share():
     driver = Driver(make_scheduler(block_size=4))
     prefix = list(range(100, 108))
     driver.add(make_request("a", [*prefix, 1], 9, ignore_eos=True))
-    driver.step()
+    assert driver.step().num_common_prefix_blocks == [0]
     driver.add(make_request("b", [*prefix, 2], 9, ignore_eos=True))
     assert driver.step().num_common_prefix_blocks == [2]
+
+
+def test_a_prompt_that_is_scored_is_computed_whole():
+    driver = Driver(make_scheduler(block_size=4))
+    prompt = list(range(100, 109))
+    driver.add(make_request("a", prompt, 1))
+    driver.step()
+    driver.add(make_request("b", prompt, 1, prompt_logprobs=1, skip_reading_prefix_cache=False))
+    assert scheduled(driver.step()) == {"b": 9}
 
 
 def test_pipeline_stages_are_told_the_tokens_they_cannot_know():

@@ -9,6 +9,8 @@ from jubako.scheduler import (
     AsyncScheduler,
     DraftTokenIds,
     FinishReason,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
     Request,
     RequestStatus,
 )
@@ -213,6 +215,90 @@ def test_an_allocation_that_raises_ends_only_its_own_request(monkeypatch):
     for request_id in ("a", "c"):
         assert driver.outputs[request_id] == answer(driver.requests[request_id], 256).tokens
     assert manager.usage == 0
+
+
+class BrokenConnector:
+    """A KV connector that fails when the blocks of request "bad" are known."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int):
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, blocks, num_external_tokens: int) -> None:
+        if request.request_id == "bad":
+            raise RuntimeError("lost the other side")
+
+    def build_connector_meta(self, scheduler_output):
+        return None
+
+    def request_finished(self, request: Request, block_ids):
+        return False, None
+
+
+def test_an_admission_that_fails_leaves_no_prefix_behind():
+    driver = Driver(make_scheduler(hooks={"connector": BrokenConnector()}))
+    prompt = list(range(100, 117))
+    driver.add(make_request("bad", prompt, 3), make_request("good", prompt, 3, ignore_eos=True))
+    assert scheduled(driver.step()) == {"good": 17}
+    driver.run()
+    assert driver.ended["bad"].finish_reason is FinishReason.ERROR
+    assert driver.outputs["good"] == answer(driver.requests["good"], 256).tokens
+    assert driver.scheduler.kv_cache_manager.usage == 0
+
+
+class BrokenEncoderConnector:
+    """An encoder-cache connector that fails for request "bad" when it asks for an output.
+
+    `fails_at` is the request's `num_computed_tokens` then.
+    """
+
+    def __init__(self, fails_at: int) -> None:
+        self.fails_at = fails_at
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return True
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        if request.request_id == "bad" and request.num_computed_tokens == self.fails_at:
+            raise RuntimeError("lost the other side")
+
+    def build_connector_meta(self, scheduler_output):
+        return None
+
+    def request_finished(self, request: Request):
+        return False, None
+
+
+@pytest.mark.parametrize("fails_at", [0, 8])
+def test_an_encoder_load_that_fails_ends_only_its_own_request(fails_at: int):
+    """At admission, and while the request runs."""
+    scheduler = make_scheduler(
+        hooks={"ec_connector": BrokenEncoderConnector(fails_at)},
+        max_num_encoder_input_tokens=8,
+        encoder_cache_size=16,
+        long_prefill_token_threshold=8,
+        caching=False,
+    )
+    for request_id in ("bad", "good"):
+        request = Request(
+            request_id,
+            list(range(100, 112)),
+            mm_features=[
+                MultiModalFeatureSpec(None, "image", f"{request_id}{at}", PlaceholderRange(at, 3))
+                for at in (2, 9)
+            ],
+        )
+        scheduler.add_request(request)
+    step = scheduler.schedule()
+    if fails_at:
+        scheduler.update_from_output(step, result_for(step))
+        step = scheduler.schedule()
+    assert list(step.num_scheduled_tokens) == ["good"]
+    assert step.total_num_scheduled_tokens == sum(step.num_scheduled_tokens.values())
+    (output,) = scheduler.update_from_output(step, result_for(step))[0].outputs
+    assert (output.request_id, output.finish_reason) == ("bad", FinishReason.ERROR)
+    assert f"bad{9 if fails_at else 2}" not in scheduler.encoder_cache_manager.cached
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert scheduler.kv_cache_manager.usage == 0
 
 
 def test_a_row_that_is_missing_ends_only_its_own_request():
@@ -443,6 +529,23 @@ def test_urgent_request_displaces_the_least_urgent_when_places_are_taken():
     assert step.preempted_req_ids == {"p2"}
     assert scheduled(step) == {"p1": 1}
     assert list(scheduled(driver.step())) == ["p1", "p0"]
+    driver.run()
+    driver.check_answers()
+
+
+def test_a_victim_leaves_no_prefix_that_its_step_did_not_compute():
+    driver = Driver(
+        make_scheduler(num_blocks=9, long_prefill_token_threshold=8, scheduling_policy="priority")
+    )
+    driver.add(make_request("worst", 24, 3, priority=5, ignore_eos=True))
+    driver.step()
+    driver.add(make_request("best", 8, 2, priority=0, ignore_eos=True))
+    assert scheduled(driver.step()) == {"worst": 8, "best": 8}
+    # "worst" gets its last two blocks, which are full; then "best" needs one.
+    step = driver.step()
+    assert step.preempted_req_ids == {"worst"}
+    assert scheduled(step) == {"best": 1}
+    # What "worst" finds of itself when it resumes has been computed: the mirror checks each slot.
     driver.run()
     driver.check_answers()
 

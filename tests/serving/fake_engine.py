@@ -50,6 +50,9 @@ class FakeTokenizer:
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special_tokens) for text in texts]
 
+    def cannot_fit(self, characters: int, tokens: int) -> bool:
+        return characters > tokens * 16
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         names = {BOS: "<bos>", EOS: "<eos>", 0: "<unk>"}
         return "".join(

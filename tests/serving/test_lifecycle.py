@@ -128,6 +128,19 @@ def test_what_does_not_finish_in_time_is_told(
     assert server.join() == 0
 
 
+def test_clients_that_use_the_same_id_are_all_told(
+    serve: Serve, pool: concurrent.futures.Executor
+) -> None:
+    server = serve(drain_timeout=0.2)
+    server.engine.hold()
+    open_request = pool.submit(server.complete, "ab", request_id="mine")
+    server.engine.wait_for(lambda: len(server.engine.running) == 1)
+    assert server.complete("!refuse", request_id="mine").status_code == 400
+    server.server.stop()
+    check_error(open_request.result(20), 503, "draining")
+    assert server.join() == 0
+
+
 def test_a_second_signal_ends_at_once(serve: Serve, pool: concurrent.futures.Executor) -> None:
     server = serve(drain_timeout=3600.0)
     server.engine.hold()
@@ -164,6 +177,19 @@ def test_the_engines_death_is_told_to_everyone_and_ends_the_server(
         for path in ("/health", "/ready", "/v1/models"):
             check_error(http.get(path), 503, "engine_dead")
         check_error(server.complete("a"), 503, "engine_dead")
+    assert server.join() == 1
+
+
+def test_an_engine_that_dies_during_a_drain_ends_the_server_with_1(
+    serve: Serve, pool: concurrent.futures.Executor
+) -> None:
+    server = serve()
+    server.engine.hold()
+    waiting = pool.submit(server.complete, "ab")
+    server.engine.wait_for(lambda: len(server.engine.running) == 1)
+    server.server.stop()
+    server.engine.die()
+    check_error(waiting.result(20), 503, "engine_dead")
     assert server.join() == 1
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import socket
+import threading
 from typing import Any
 
 import openai
 import pytest
 
 from tests.serving.conftest import Serve, Served
-from tests.serving.fake_engine import FakeAsyncLLM
+from tests.serving.fake_engine import FakeAsyncLLM, FakeTokenizer
 from tests.serving.test_bad_input import check_error
 
 
@@ -189,6 +190,41 @@ def test_what_never_fits_is_not_told_to_try_again(serve: Serve) -> None:
     assert "4 requests" in error["message"]
     assert "at most 3" in error["message"]
     check_error(server.complete("x" * 30), 400, "invalid_value", "prompt")
+
+
+def test_too_many_prompts_are_refused_before_they_are_tokenised(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(max_queued_requests=3)
+    encoded = watch_encoding(monkeypatch)
+    error = check_error(server.complete(["a"] * 4), 400, "invalid_value", "prompt")
+    assert "4 requests" in error["message"]
+    assert not encoded
+
+
+def test_many_short_prompts_are_tokenised_beside_the_event_loop(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    encoded = watch_encoding(monkeypatch)
+    assert server.complete("a").status_code == 200
+    loop_thread = encoded.pop()
+    assert server.complete(["a" * 50] * 50).status_code == 200
+    assert len(encoded) == 50
+    assert loop_thread not in encoded
+
+
+def watch_encoding(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads that tokenise from now on, one entry a text."""
+    threads: list[int] = []
+    encode = FakeTokenizer.encode
+
+    def watched(self: FakeTokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        threads.append(threading.get_ident())
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(FakeTokenizer, "encode", watched)
+    return threads
 
 
 def test_many_that_arrive_together_cannot_pass_the_limit_together(serve: Serve, pool: Any) -> None:

@@ -291,6 +291,14 @@ def test_removing_after_adding_is_refused() -> None:
         batch.remove_request("a")
 
 
+def test_a_temperature_beyond_float32_stays_finite() -> None:
+    """Forbidden logits divided by infinity would be no numbers, and win."""
+    batch = new_batch()
+    batch.add_request(new_request("hot", random.Random(0), SamplingParams(temperature=1e300)))
+    batch.refresh_metadata()
+    assert np.isfinite(batch.sampling_metadata.temperature).all()
+
+
 def test_top_k_outside_the_vocabulary_is_inactive() -> None:
     rng = random.Random(0)
     batch = new_batch()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jubako.errors import ConfigError, NotImplementedFeatureError
-from jubako.layers.attention_metadata import AttentionMetadata
+from jubako.kernels.metadata import AttentionMetadata
 from jubako.sampling_params import SamplingParams
 from jubako.scheduler.model_output import EMPTY_MODEL_RUNNER_OUTPUT
 from jubako.scheduler.output import (

@@ -190,11 +190,11 @@ def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
         if record.tokens is None:
             raise ValidationError("tokens is required.", "tokens")
         tokenizer = state.engine.tokenizer
-        for i, token in enumerate(record.tokens):
+        for token in (min(record.tokens, default=0), max(record.tokens, default=0)):
             if not 0 <= token <= tokenizer.max_token_id:
                 raise ValidationError(
-                    f"tokens[{i}]={token} is not a token id; they go from 0 to "
-                    f"{tokenizer.max_token_id}.",
+                    f"tokens[{record.tokens.index(token)}]={token} is not a token id; they go from "
+                    f"0 to {tokenizer.max_token_id}.",
                     "tokens",
                     token,
                 )

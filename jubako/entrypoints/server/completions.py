@@ -51,6 +51,8 @@ class CompletionExchange:
         request = self._request
         check_common(self._state, request)
         prompts = split_prompts(request.prompt)
+        # A million short texts would be tokenised for a minute, only to be refused then.
+        self._state.admission.check_size(len(prompts), 0, "prompt")
         add_special = request.add_special_tokens is not False
         truncated = request.truncate_prompt_tokens is not None
         token_ids = await encode_prompts(self._state, prompts, add_special, truncated)

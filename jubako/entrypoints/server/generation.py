@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -197,13 +198,13 @@ class Generation:
             priority=self.request.priority or 0,
             cache_salt=self.request.cache_salt,
         )
-        self.state.request_ids.add(request_id)
+        self.state.request_ids[request_id] += 1
         try:
             async with aclosing(source):
                 async for output in source:
                     yield output
         finally:
-            self.state.request_ids.discard(request_id)
+            self.state.request_ids -= Counter([request_id])
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of all prompts as they come."""

@@ -30,14 +30,18 @@ async def encode(
     add_special_tokens: bool,
     parameter: str,
     truncated: bool = False,
+    inline: bool = True,
 ) -> list[int]:
-    """Token ids of `text`; far too long a text is refused without tokenising it."""
+    """Token ids of `text`; far too long a text is refused without tokenising it.
+
+    A short text is tokenised at once; not `inline` where there are many of them.
+    """
     tokenizer = state.engine.tokenizer
-    if len(text) <= INLINE_CHARACTERS:
+    if inline and len(text) <= INLINE_CHARACTERS:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_long() -> list[int]:
-        if not truncated and len(text) > state.max_prompt_characters:
+        if not truncated and tokenizer.cannot_fit(len(text), state.max_model_len):
             raise ValidationError(
                 f"The prompt has {len(text)} characters, far more than the {state.max_model_len} "
                 "tokens that the model's context holds; shorten it.",
@@ -95,6 +99,7 @@ async def encode_prompts(
 ) -> list[list[int]]:
     """Token ids of each prompt."""
     encoded: list[list[int]] = []
+    inline = sum(len(p) for p in prompts if isinstance(p, str)) <= INLINE_CHARACTERS
     for prompt in prompts:
         if not prompt:
             # Special tokens that the tokeniser adds do not make an empty prompt a prompt.
@@ -102,7 +107,7 @@ async def encode_prompts(
                 "The prompt is empty; it must have at least one token.", "prompt", prompt
             )
         if isinstance(prompt, str):
-            prompt = await encode(state, prompt, add_special_tokens, "prompt", truncated)
+            prompt = await encode(state, prompt, add_special_tokens, "prompt", truncated, inline)
         encoded.append(prompt)
     return encoded
 

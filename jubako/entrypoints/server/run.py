@@ -202,6 +202,8 @@ class HttpServer:
             logger.warning("%d requests are ended unfinished.", state.open_exchanges)
             await engine.abort(list(state.request_ids))
             await state.wait_idle(LAST_WORDS_SECONDS)
+        if engine.errored:
+            return EXIT_ENGINE_DEAD
         return 0 if idle is not None else 128 + self._last_signal
 
     async def _load(self) -> AsyncLLM:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
+from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -18,11 +18,8 @@ from jubako.errors import EngineBusyError, EngineDeadError, ValidationError
 if TYPE_CHECKING:
     from jubako.frontend.async_llm import AsyncLLM
 
-
 BODIES_AT_ONCE = 16
 """How many bodies of the largest size may be in memory at once."""
-
-MIN_CHARACTERS_PER_TOKEN = 16
 
 
 class Phase(Enum):
@@ -47,15 +44,9 @@ class Admission:
         self.requests = 0
         self.tokens = 0
 
-    def admit(self, requests: int, tokens: int, parameter: str) -> Callable[[], None]:
-        """Take places for `requests` with `tokens` in all; call the result to give them back.
-
-        Raises `EngineBusyError` if they do not fit now, `ValidationError` if they never do.
-        """
-        for count, limit, taken, what in (
-            (requests, self.max_requests, self.requests, "requests"),
-            (tokens, self.max_tokens, self.tokens, "prompt tokens"),
-        ):
+    def check_size(self, requests: int, tokens: int, parameter: str) -> None:
+        """Raise `ValidationError` for what would not fit even into an idle server."""
+        for count, limit, _, what in self._places(requests, tokens):
             if count > limit:
                 raise ValidationError(
                     f"This asks for {count} {what} at once, and the server takes at most {limit}; "
@@ -63,6 +54,14 @@ class Admission:
                     parameter,
                     count,
                 )
+
+    def admit(self, requests: int, tokens: int, parameter: str) -> Callable[[], None]:
+        """Take places for `requests` with `tokens` in all; call the result to give them back.
+
+        Raises `EngineBusyError` if they do not fit now, `ValidationError` if they never do.
+        """
+        self.check_size(requests, tokens, parameter)
+        for count, limit, taken, what in self._places(requests, tokens):
             if taken + count > limit:
                 raise EngineBusyError(
                     f"The server is busy: {taken} {what} are in flight, and at most {limit} may "
@@ -80,6 +79,12 @@ class Admission:
                 self.tokens -= tokens
 
         return release
+
+    def _places(self, requests: int, tokens: int) -> tuple[tuple[int, int, int, str], ...]:
+        return (
+            (requests, self.max_requests, self.requests, "requests"),
+            (tokens, self.max_tokens, self.tokens, "prompt tokens"),
+        )
 
 
 def _starting() -> ServerError:
@@ -126,8 +131,8 @@ class ServerState:
         self.model_names: set[str] = set()
         """What clients may call the model, `model_name` among them."""
         self.sampling_defaults: dict[str, Any] = {}
-        self.request_ids: set[str] = set()
-        """Ids of the requests that the engine is working on."""
+        self.request_ids: Counter[str] = Counter()
+        """Ids of the requests that the engine is working on; clients may repeat each other's."""
         self._engine: AsyncLLM | None = None
         self._open = 0
         self._idle = asyncio.Event()
@@ -163,16 +168,6 @@ class ServerState:
     def max_model_len(self) -> int:
         """Longest context in tokens."""
         return self.engine.ready.max_model_len
-
-    @functools.cached_property
-    def max_prompt_characters(self) -> int:
-        """A text of more characters has surely too many tokens.
-
-        It is generous, as an id may stand for characters that normalisation removes or joins.
-        """
-        vocabulary = self.engine.tokenizer.backend.get_vocab()
-        longest = max(map(len, vocabulary), default=1)
-        return self.max_model_len * max(MIN_CHARACTERS_PER_TOKEN, longest)
 
     def check_accepting(self) -> None:
         """Raise unless new requests are welcome."""

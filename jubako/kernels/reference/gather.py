@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from jubako.kernels.paged_kv import PagedKV
@@ -9,7 +11,14 @@ from jubako.kernels.paged_kv import PagedKV
 WORKSPACE_BYTES = 16 << 20
 """Gathers up to this size share one buffer, whose pages are touched already."""
 
-_workspaces: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+class _Workspaces(threading.local):
+    # Two engines in one process may step at the same time, each in its own thread.
+    def __init__(self) -> None:
+        self.by_place: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+
+_workspaces = _Workspaces()
 
 
 def slab_indices(table: torch.Tensor, kv: PagedKV) -> torch.Tensor:
@@ -28,7 +37,7 @@ def gather_slabs(
     """Keys and values [n, Hkv, b · B, D] of the slabs that `slab_indices` named.
 
     `cleared` are rows of the result, keys and values counted through, that become zero. The result
-    is only good until the next call.
+    is only good until the thread's next call.
     """
     count, width = len(slabs), kv.slabs.shape[1]
     if count * width * kv.slabs.itemsize <= WORKSPACE_BYTES:
@@ -44,9 +53,10 @@ def gather_slabs(
 
 def _workspace(kv: PagedKV) -> torch.Tensor:
     place = (kv.slabs.device, kv.slabs.dtype)
-    if place not in _workspaces:
+    workspaces = _workspaces.by_place
+    if place not in workspaces:
         size = WORKSPACE_BYTES // kv.slabs.itemsize
         # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
-            _workspaces[place] = torch.empty(size, dtype=kv.slabs.dtype, device=kv.slabs.device)
-    return _workspaces[place]
+            workspaces[place] = torch.empty(size, dtype=kv.slabs.dtype, device=kv.slabs.device)
+    return workspaces[place]
