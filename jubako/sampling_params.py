@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from enum import IntEnum
 from typing import Any, SupportsIndex
 
@@ -21,8 +22,8 @@ MAX_LOGIT_BIAS = 100.0
 MAX_INTEGER = 2**63 - 1
 """Larger numbers fit into no message and no tensor."""
 
-MIN_FACTOR, MAX_FACTOR = 1e-6, 1e6
-"""Limits of what logits are multiplied with or divided by; beyond them float32 overflows."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+"""Logits are multiplied or divided by it; far beyond these limits float32 overflows."""
 
 MAX_STRINGS = 1024
 """Most stop strings or bad words; each is looked for at every token, while others wait."""
@@ -144,8 +145,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         self._check_int("n", self.n, 1, None)
         for name in ("presence_penalty", "frequency_penalty"):
             self._check_float(name, getattr(self, name), -2.0, 2.0)
-        self._check_float("repetition_penalty", self.repetition_penalty, MIN_FACTOR, MAX_FACTOR)
-        self._check_float("temperature", self.temperature, 0.0, MAX_FACTOR)
+        self._check_float(
+            "repetition_penalty",
+            self.repetition_penalty,
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+        )
+        self._check_float("temperature", self.temperature, 0.0, sys.float_info.max)
         self._check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         self._check_int("top_k", self.top_k, -1, None)
         self._check_float("min_p", self.min_p, 0.0, 1.0)

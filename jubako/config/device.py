@@ -8,6 +8,9 @@ from typing import Literal
 from jubako.config.options import check_types, option
 from jubako.errors import ConfigError
 
+MAX_THREADS = 1024
+"""Far more than help; with very many, OpenMP ends the process without a word."""
+
 
 @dataclass(frozen=True)
 class DeviceConfig:
@@ -21,5 +24,8 @@ class DeviceConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ConfigError(f"num_threads={self.num_threads} must be at least 1.", "num_threads")
+        if self.num_threads is not None and not 1 <= self.num_threads <= MAX_THREADS:
+            raise ConfigError(
+                f"num_threads={self.num_threads} must be at least 1 and at most {MAX_THREADS}.",
+                "num_threads",
+            )

@@ -52,6 +52,8 @@ class ModelConfig:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} must be at least 1.", "max_model_len"
             )
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} must be at least 0.", "seed")
         if self.max_logprobs < -1:
             raise ConfigError(
                 f"max_logprobs={self.max_logprobs} must be at least -1.", "max_logprobs"

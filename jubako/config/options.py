@@ -18,6 +18,9 @@ from jubako.errors import ConfigError
 
 ENV_PREFIX = "JUBAKO_"
 
+MAX_INTEGER = 2**63 - 1
+"""Larger numbers fit into no message to the engine core."""
+
 
 def option(default: Any, help: str, *, flags: tuple[str, ...] = ()) -> Any:
     """A dataclass field that is also an option. `flags` are extra spellings of its flag."""
@@ -152,3 +155,5 @@ def check_types(config: Any) -> None:
                 raise ConfigError(f"{name} must be a number.", field.name)
         elif base in (int, bool, str) and type(value) is not base:
             raise ConfigError(f"{name} must be of type {base.__name__}.", field.name)
+        elif base is int and abs(value) > MAX_INTEGER:
+            raise ConfigError(f"{name} must be at most {MAX_INTEGER}.", field.name)

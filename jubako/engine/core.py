@@ -7,11 +7,13 @@ step itself ends the engine, since nobody knows what the workers hold then.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +26,12 @@ from jubako.engine.messages import (
     EngineCoreRequest,
     FinishReason,
 )
-from jubako.errors import JubakoError, NotImplementedFeatureError, ValidationError
+from jubako.errors import (
+    ConfigError,
+    JubakoError,
+    NotImplementedFeatureError,
+    ValidationError,
+)
 from jubako.kv_cache import (
     KVCacheConfig,
     fit_max_model_len,
@@ -41,6 +48,38 @@ if TYPE_CHECKING:
     from jubako.executor.executor import Executor
 
 logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def _memory_explained(config: JubakoConfig) -> Iterator[None]:
+    """Make a `ConfigError` of what the system says when there is too little memory."""
+    try:
+        yield
+    except (MemoryError, OverflowError, OSError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        values = {
+            "max_model_len": config.model_config.max_model_len,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "num_gpu_blocks_override": config.cache_config.num_gpu_blocks_override,
+            "kv_cache_memory_bytes": config.cache_config.kv_cache_memory_bytes,
+        }
+        given = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+        raise ConfigError(
+            "There is not enough memory for the model with these options; lower what needs "
+            f"memory, or take a smaller model. The options are {given or 'the defaults'}."
+        ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):
+        # PyTorch has a type of its own for devices only.
+        return "allocate memory" in str(error) or "out of memory" in str(error)
+    # A size that no address can name overflows instead.
+    return True
 
 
 class Refusal:
@@ -73,10 +112,12 @@ class EngineCore:
             from jubako.executor.executor import Executor
 
             executor_class = Executor.get_class(config)
-        self.executor = executor_class(config, checkpoint)
+        with _memory_explained(config):
+            self.executor = executor_class(config, checkpoint)
         try:
             seconds["load_model"] = time.perf_counter() - started
-            self.config, kv_cache_config = self._initialize_kv_cache(config)
+            with _memory_explained(config):
+                self.config, kv_cache_config = self._initialize_kv_cache(config)
             seconds["kv_cache"] = time.perf_counter() - started - seconds["load_model"]
             self.scheduler = Scheduler(self.config, kv_cache_config, log_stats=log_stats)
         except BaseException:

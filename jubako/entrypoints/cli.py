@@ -7,6 +7,7 @@ imported, only when it is the one that runs.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -93,8 +94,27 @@ def _filler(name: str) -> Callable[[argparse.ArgumentParser], None]:
     return fill
 
 
+def _open_standard_streams() -> None:
+    """Make empty streams of those that are closed.
+
+    Otherwise the next file or socket gets their number, and then what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code is 0, 1 for a failure, 2 for a bad option."""
+    _open_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Half an answer is worse than one with a character escaped.
+        sys.stdout.reconfigure(errors="backslashreplace")
     debug = os.environ.get(DEBUG_VARIABLE, "").lower() == "debug"
     try:
         args = build_parser().parse_args(argv)

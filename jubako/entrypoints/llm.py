@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from jubako.config import JubakoConfig
 from jubako.entrypoints.default_sampling import default_sampling_values
-from jubako.errors import ValidationError
+from jubako.errors import EngineDeadError, JubakoError, ValidationError
 from jubako.outputs import RequestOutput
 from jubako.sampling_params import RequestOutputKind, SamplingParams
 
@@ -34,7 +36,8 @@ class LLM:
     Every other option that the command line has is taken as a keyword too. Raises `JubakoError`
     when the model cannot be loaded.
 
-    Close it with `shutdown()`, or use it in a `with` statement.
+    Threads may share it: their calls take turns. Close it with `shutdown()`, or use it in a `with`
+    statement.
     """
 
     def __init__(
@@ -76,6 +79,10 @@ class LLM:
         )
         self.llm_engine = LLMEngine(config)
         self._next_id = 0
+        self._lock = threading.Lock()
+        self._caller: int | None = None
+        """The thread that holds the lock."""
+        self._closed = False
 
     # -- generation ---------------------------------------------------------------------------
 
@@ -107,10 +114,33 @@ class LLM:
             "sampling_params",
         )
         priorities = _paired(0 if priority is None else priority, int, len(prompt_list), "priority")
+        with self._turn():
+            return self._generate(prompt_list, params, priorities, use_tqdm)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the engine for this thread alone."""
+        caller = threading.get_ident()
+        if self._caller == caller:
+            raise JubakoError("The LLM is at work; it cannot be called from within a call.")
+        with self._lock:
+            self._caller = caller
+            try:
+                yield
+            finally:
+                self._caller = None
+
+    def _generate(
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        priorities: list[int],
+        use_tqdm: bool | Callable[..., Any],
+    ) -> list[RequestOutput]:
         ids: list[str] = []
         finished: dict[str, RequestOutput] = {}
         try:
-            for prompt, param, rank in zip(prompt_list, params, priorities):
+            for prompt, param, rank in zip(prompts, params, priorities):
                 request_id = str(self._next_id)
                 self._next_id += 1
                 ids.append(request_id)
@@ -134,6 +164,8 @@ class LLM:
     ) -> None:
         with _Progress(len(waiting), use_tqdm) as progress:
             while waiting:
+                if self._closed:
+                    raise EngineDeadError("The engine was shut down.")
                 for output in self.llm_engine.step():
                     if output.finished and output.request_id in waiting:
                         waiting.discard(output.request_id)
@@ -158,7 +190,7 @@ class LLM:
         `continue_final_message` and without `add_generation_prompt` the answer continues the last
         message. The rest is as in `generate`.
         """
-        conversations: list[Any] = [messages] if _is_conversation(messages) else list(messages)
+        conversations = split_conversations(messages)
         tokenizer = self.get_tokenizer()
         prompts: list[Prompt] = []
         for conversation in conversations:
@@ -188,15 +220,24 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all KV that is kept for re-use; False, and nothing done, while some is in use."""
-        return bool(self.llm_engine.reset_prefix_cache())
+        with self._turn():
+            return bool(self.llm_engine.reset_prefix_cache())
 
     def get_metrics(self) -> Any:
         """Statistics of the engine so far."""
         return self.llm_engine.get_metrics()
 
     def shutdown(self) -> None:
-        """Free the model and its memory. Calling it again does nothing."""
-        self.llm_engine.shutdown()
+        """Free the model and its memory. Calling it again does nothing.
+
+        Calls in other threads raise `EngineDeadError`.
+        """
+        self._closed = True
+        if self._caller == threading.get_ident():
+            self.llm_engine.shutdown()
+            return
+        with self._turn():
+            self.llm_engine.shutdown()
 
     def __enter__(self) -> LLM:
         return self
@@ -214,7 +255,7 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """The prompts in what a caller gave: one prompt, or a sequence of them."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence) and not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise ValidationError(
             f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}.",
             "prompts",
@@ -232,10 +273,27 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items
 
 
-def _is_conversation(messages: Sequence[Any]) -> bool:
-    if not messages:
-        raise ValidationError("messages must hold at least one message.", "messages")
-    return isinstance(messages[0], Mapping)
+def split_conversations(messages: Any) -> list[Any]:
+    """The conversations in what a caller gave: one list of messages, or a list of such lists."""
+    if not _is_list(messages):
+        raise ValidationError(
+            f"messages must be a list of messages, got {type(messages).__name__}.", "messages"
+        )
+    conversations = [messages] if all(isinstance(m, Mapping) for m in messages) else list(messages)
+    for conversation in conversations:
+        if not _is_list(conversation) or not all(isinstance(m, Mapping) for m in conversation):
+            raise ValidationError(
+                'messages must be a list of messages like {"role": "user", "content": "Hi"}, or a '
+                "list of such lists.",
+                "messages",
+            )
+        if not conversation:
+            raise ValidationError("messages must hold at least one message.", "messages")
+    return conversations
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _paired(value: Any, kind: type, count: int, name: str) -> list[Any]:

@@ -23,11 +23,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 MAX_N = 1024
 """Most answers to one request; each is a request of its own inside."""
 
-MAX_STOP_STRINGS = 64
-MAX_BAD_WORDS = 256
-"""Every stop string is looked for at every token, and every bad word is encoded, beside others'
-requests."""
-
 _NOT_BUILT_KEYS = {
     "prompt_embeds": "Prompt embeddings",
     "multi_modal_data": "Multimodal inputs",
@@ -207,10 +202,6 @@ class InputProcessor:
             )
         if params.n > MAX_N:
             raise ValidationError(f"n must be at most {MAX_N}, got {params.n}.", "n", params.n)
-        for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
-            count = len(getattr(params, name))
-            if count > most:
-                raise ValidationError(f"{name} may have {most} entries, got {count}.", name, count)
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         for name, ids in (

@@ -103,8 +103,9 @@ def fit_max_model_len(
     length = _longest(config, by_worker, available_memory)
     if length == 0:
         raise ConfigError(
-            f"No request fits into {min(available_memory) / GIB:.2f} GiB of KV cache memory; "
-            f"give it more, or fewer bytes to weights.",
+            f"No request fits into the {min(available_memory)} bytes of memory that are left for "
+            f"the KV cache; lower block_size, max_num_seqs or max_num_batched_tokens, set "
+            f"kv_cache_memory_bytes, or take a smaller model.",
             "max_model_len",
         )
     return length
@@ -333,10 +334,15 @@ def _check_memory(
     for groups, available in zip(by_worker, available_memory, strict=True):
         needed, memory = _memory_needed(config, groups), _memory_of(config, groups, available)
         if needed > memory:
+            blocks = config.cache_config.num_gpu_blocks_override
+            raised = "kv_cache_memory_bytes or gpu_memory_utilization"
+            if blocks is not None:
+                raised = f"num_gpu_blocks_override={blocks}"
+            # Only then is there a length to lower it to.
+            lower = f"At most {longest} tokens fit: lower max_model_len to that, or raise"
             raise ConfigError(
                 f"One request of max_model_len {max_model_len} needs {needed / GIB:.2f} GiB of KV "
                 f"cache ({needed} bytes), but {memory / GIB:.2f} GiB ({memory} bytes) are "
-                f"available. At most {longest} tokens fit: lower max_model_len to that, or raise "
-                f"kv_cache_memory_bytes or gpu_memory_utilization.",
+                f"available. {lower if longest else 'Raise'} {raised}.",
                 "max_model_len",
             )

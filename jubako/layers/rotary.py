@@ -139,9 +139,9 @@ def _frequencies(
 
 def _entry(rope: RopeParameters, name: str) -> float:
     value = rope.scaling.get(name)
-    if not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UnsupportedModelError(
-            f"rope_type {rope.rope_type!r} needs a number for {name!r}, not {value!r}."
+            f"rope_type {rope.rope_type!r} needs a number above 0 for {name!r}, not {value!r}."
         )
     return float(value)
 

@@ -21,7 +21,15 @@ from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import QKNormRope, RopeParameters, RotaryEmbedding, Rotation
-from jubako.models.hf_config import FULL, SLIDING, layer_types, make_rope_parameters, value
+from jubako.models.hf_config import (
+    FULL,
+    SLIDING,
+    layer_types,
+    make_rope_parameters,
+    mapping,
+    number_or_none,
+    value,
+)
 from jubako.models.weights import load_weights, with_model_prefix
 
 
@@ -51,7 +59,7 @@ class ModelArgs:
     def from_config(cls, hf_config: Mapping[str, Any]) -> ModelArgs:
         """Of a text model, or of the text part of a multimodal one."""
         tied = value(hf_config, "tie_word_embeddings", True)
-        c = hf_config.get("text_config") or hf_config
+        c = mapping(hf_config, "text_config") or hf_config
         if c.get("use_bidirectional_attention"):
             raise UnsupportedModelError(
                 "Gemma 3 with use_bidirectional_attention is an embedding model; "
@@ -71,23 +79,23 @@ class ModelArgs:
             hidden_activation=value(c, "hidden_activation", "gelu_pytorch_tanh"),
             rms_norm_eps=value(c, "rms_norm_eps", 1e-6),
             attention_bias=value(c, "attention_bias", False),
-            query_pre_attn_scalar=value(c, "query_pre_attn_scalar", 256),
+            query_pre_attn_scalar=value(c, "query_pre_attn_scalar", 256.0),
             sliding_window=value(c, "sliding_window", 4096),
             layer_types=layer_types(c, num_layers, default_types),
             rope=_rope(c),
-            attn_logit_softcapping=c.get("attn_logit_softcapping"),
-            final_logit_softcapping=c.get("final_logit_softcapping"),
+            attn_logit_softcapping=number_or_none(c, "attn_logit_softcapping"),
+            final_logit_softcapping=number_or_none(c, "final_logit_softcapping"),
             tie_word_embeddings=value(c, "tie_word_embeddings", tied),
         )
 
 
 def _rope(c: Mapping[str, Any]) -> dict[str, RopeParameters]:
     """Each kind of layer has its own base; scaling concerns the layers that see everything."""
-    entries = c.get("rope_parameters") or {}
+    entries = mapping(c, "rope_parameters")
     if not any(isinstance(entries.get(kind), Mapping) for kind in (FULL, SLIDING)):
         entries = {FULL: entries}
-    full = {**(entries.get(FULL) or {}), **(c.get("rope_scaling") or {})}
-    sliding = entries.get(SLIDING) or {}
+    full = {**mapping(entries, FULL), **mapping(c, "rope_scaling")}
+    sliding = mapping(entries, SLIDING)
     length = value(c, "max_position_embeddings", 131_072)
     return {
         FULL: make_rope_parameters(full, value(c, "rope_theta", 1_000_000.0), length),

@@ -6,20 +6,71 @@ a family's default.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from jubako.errors import UnsupportedModelError
+from jubako.errors import CheckpointError, UnsupportedModelError
 from jubako.layers.rotary import RopeParameters
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 10_000
+"""No model has more; building one would only take time and memory."""
 
-def value(hf_config: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The entry `name`, or `default` where it is absent or null."""
+
+def value(hf_config: Mapping[str, Any], name: str, default: Any, least: int = 1) -> Any:
+    """The entry `name`, or `default` where it is absent or null.
+
+    `CheckpointError` for one of another kind than `default`: for an integer it is an integer of at
+    least `least`, for a float a number above 0, else a truth value or a string.
+    """
     entry = hf_config.get(name)
-    return default if entry is None else entry
+    if entry is None:
+        entry = default
+    wanted = _fault(name, entry, default, least)
+    if wanted:
+        raise CheckpointError(f"{name} in config.json must be {wanted}, got {_show(entry)}.")
+    return entry
+
+
+def _fault(name: str, entry: Any, default: Any, least: int) -> str | None:
+    """What `entry` should be, if it is not."""
+    if isinstance(default, bool):
+        return None if isinstance(entry, bool) else "true or false"
+    number = isinstance(entry, int | float) and not isinstance(entry, bool)
+    if isinstance(default, int):
+        most = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        fits = number and isinstance(entry, int) and least <= entry <= most
+        return None if fits else f"an integer from {least} to {most}"
+    if isinstance(default, float):
+        fits = number and 0 < entry < math.inf
+        return None if fits else "a number above 0"
+    if isinstance(default, str):
+        return None if isinstance(entry, str) else "a string"
+    return None
+
+
+def number_or_none(hf_config: Mapping[str, Any], name: str) -> float | None:
+    """The number `name`; None where it is absent or null. `CheckpointError` for anything else."""
+    return None if hf_config.get(name) is None else float(value(hf_config, name, 1.0))
+
+
+def mapping(hf_config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object `name`, empty where it is absent or null. `CheckpointError` for anything else."""
+    entry = hf_config.get(name)
+    if entry is None:
+        return {}
+    if not isinstance(entry, Mapping):
+        raise CheckpointError(f"{name} in config.json must be an object, got {_show(entry)}.")
+    return entry
+
+
+def _show(entry: Any) -> str:
+    text = repr(entry)
+    return text if len(text) <= 60 else text[:60] + "..."
 
 
 def rope_parameters(
@@ -29,7 +80,8 @@ def rope_parameters(
 
     In `rope_parameters` (transformers 5), or as `rope_theta` and `rope_scaling` (4).
     """
-    entries = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    new = mapping(hf_config, "rope_parameters")
+    entries = mapping(hf_config, "rope_scaling") or new
     if isinstance(entries.get(FULL), Mapping):
         entries = entries[FULL]
     theta = value(hf_config, "rope_theta", default_theta)
@@ -47,7 +99,7 @@ def make_rope_parameters(
     old_name = scaling.pop("type", None)
     own_theta = scaling.pop("rope_theta", None)
     return RopeParameters(
-        theta=float(theta if own_theta is None else own_theta),
+        theta=float(value({"rope_theta": own_theta}, "rope_theta", float(theta))),
         rope_type=rope_type or old_name or "default",
         scaling=scaling,
         max_position_embeddings=max_position_embeddings,
@@ -61,7 +113,13 @@ def _top_level(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def layer_types(hf_config: Mapping[str, Any], num_layers: int, default: list[str]) -> list[str]:
     """`full_attention` or `sliding_attention` for each layer."""
-    types = list(value(hf_config, "layer_types", default))
+    types = hf_config.get("layer_types")
+    if types is None:
+        types = default
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise CheckpointError(
+            f"layer_types in config.json must be a list of strings, got {_show(types)}."
+        )
     if len(types) != num_layers:
         raise UnsupportedModelError(
             f"The model's config.json names {len(types)} layer_types for {num_layers} layers."
@@ -79,6 +137,8 @@ def late_window_layer_types(
     hf_config: Mapping[str, Any], num_layers: int, sliding_window: int | None
 ) -> list[str]:
     """Layer types of Qwen: the first `max_window_layers` see everything, if there is a window."""
-    first = value(hf_config, "max_window_layers", 28) if sliding_window is not None else num_layers
+    first = num_layers
+    if sliding_window is not None:
+        first = value(hf_config, "max_window_layers", 28, least=0)
     default = [SLIDING if i >= first else FULL for i in range(num_layers)]
     return layer_types(hf_config, num_layers, default)

@@ -61,12 +61,17 @@ class ModelArgs:
             attention_bias=not mistral and value(c, "attention_bias", False),
             mlp_bias=not mistral and value(c, "mlp_bias", False),
             # A window that is null is none; only one that is left out has the default.
-            sliding_window=c.get("sliding_window", 4096) if mistral else None,
+            sliding_window=_window(c) if mistral else None,
             rope=rope_parameters(
                 c, value(c, "max_position_embeddings", 131_072 if mistral else 2048)
             ),
             tie_word_embeddings=value(c, "tie_word_embeddings", False),
         )
+
+
+def _window(c: Mapping[str, Any]) -> int | None:
+    null = "sliding_window" in c and c["sliding_window"] is None
+    return None if null else value(c, "sliding_window", 4096)
 
 
 def _num_kv_heads(c: Mapping[str, Any], heads: int, default: int) -> int:

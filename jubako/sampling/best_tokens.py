@@ -74,14 +74,12 @@ def tokens_from(logits: Tensor, bounds: Tensor, most: int) -> tuple[BestTokens, 
     if len(rows) > int(taken.sum()):
         in_taken = taken[rows] > 0
         rows, ids = rows[in_taken], ids[in_taken]
-    values, token_ids = side_by_side(logits, rows, ids, taken)
+    values, token_ids = pack_rows(logits, rows, ids, taken)
     values, order = values.sort(dim=1, descending=True, stable=True)
     return BestTokens(values, token_ids.gather(1, order)), counts
 
 
-def side_by_side(
-    logits: Tensor, rows: Tensor, ids: Tensor, counts: Tensor
-) -> tuple[Tensor, Tensor]:
+def pack_rows(logits: Tensor, rows: Tensor, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Logits and ids [n, k] of chosen entries of `logits` [n, V], those of a row from the left.
 
     `rows` [m], ascending, and `ids` [m] name the entries, `counts` [n] how many each row has; k is

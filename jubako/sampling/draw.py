@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jubako.sampling.best_tokens import side_by_side
+from jubako.sampling.best_tokens import pack_rows
 from jubako.sampling.noise import gumbel_noise, noise_bits
 
 _FINALISTS = 16
@@ -88,4 +88,4 @@ def _draw_among(logits: Tensor, keys: Tensor, possible: Tensor) -> Tensor:
     if crowded:
         rows, ids = possible.nonzero(as_tuple=True)
         counts = torch.bincount(rows, minlength=logits.shape[0])
-    return draw_from_candidates(*side_by_side(logits, rows, ids, counts), keys)
+    return draw_from_candidates(*pack_rows(logits, rows, ids, counts), keys)

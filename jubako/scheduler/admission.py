@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 from jubako.kv_cache import KVCacheBlocks
 from jubako.scheduler.encoder_scheduling import EncoderChunk, release_claims
 from jubako.scheduler.engine_output import EngineCoreEventType
 from jubako.scheduler.request import Request, RequestStatus
 from jubako.scheduler.running import RunningPlanner, Verdict
 from jubako.scheduler.step_plan import StepPlan
-
-logger = logging.getLogger(__name__)
 
 
 class AdmissionPlanner(RunningPlanner):
@@ -174,7 +170,7 @@ class AdmissionPlanner(RunningPlanner):
 
     def _spend_leftover(self, plan: StepPlan) -> None:
         """Give tokens that nobody else could use back to the prompts that were cut for others."""
-        for request_id, wanted in plan.shortened.items():
+        for request_id, wanted in list(plan.shortened.items()):
             request = self.requests.get(request_id)
             count = plan.num_scheduled.get(request_id)
             if request is None or count is None or request.media_end > request.num_computed_tokens:
@@ -186,8 +182,8 @@ class AdmissionPlanner(RunningPlanner):
                 blocks = self.kv_cache_manager.allocate_slots(
                     request, count + more, num_lookahead_tokens=self.num_lookahead_tokens
                 )
-            except Exception:
-                logger.exception("Request %s gets no more of the step", request_id)
+            except Exception as error:
+                self._fail_in_step(request, plan, error)
                 continue
             if blocks is None:
                 continue

@@ -34,6 +34,8 @@ class Scheduler(AdmissionPlanner):
             timestamp=time.monotonic(),
         )
         self.kv_cache_manager.new_step_starts()
+        # Earlier steps run before this one, so what they registered holds.
+        self.kv_cache_manager.take_registered_block_ids()
         self.encoder_cache_manager.new_step_starts()
         if self.policy == "priority":
             self._displace(plan)

@@ -83,6 +83,11 @@ def test_bad_sizes(text: str) -> None:
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, ["max_num_seqs", "9", "8"]),
         ({"no_such_option": 1}, ["no_such_option"]),
         ({"num_threads": 0}, ["num_threads", "0"]),
+        ({"num_threads": 100_000}, ["num_threads", "100000", "1024"]),
+        ({"max_model_len": 10**26}, ["max_model_len", "1" + "0" * 26, str(2**63 - 1)]),
+        ({"num_gpu_blocks_override": 2**70}, ["num_gpu_blocks_override", str(2**70)]),
+        ({"seed": -1}, ["seed", "-1", "at least 0"]),
+        ({"seed": 2**63}, ["seed", str(2**63)]),
     ],
 )
 def test_bad_options_are_named_with_value_and_limit(

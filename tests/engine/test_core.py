@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -311,9 +312,38 @@ def test_a_context_that_nobody_asked_for_is_shortened_to_the_memory(
         make_core(max_model_len=100)
 
 
+def test_the_option_that_makes_the_pool_too_small_is_named(make_core: MakeCore) -> None:
+    with pytest.raises(ConfigError, match=r"raise num_gpu_blocks_override=2\.$"):
+        make_core(num_gpu_blocks_override=2)
+
+
 def test_a_pool_too_small_for_one_sequence_is_refused(make_core: MakeCore) -> None:
     with pytest.raises(ConfigError, match="At most 36 tokens"):
         make_core(num_gpu_blocks_override=10)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        OverflowError("Python int too large to convert to C ssize_t"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    ],
+    ids=repr,
+)
+def test_too_little_memory_is_said_with_the_options_that_need_it(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def allocate(self: FakeExecutor, kv_cache_configs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(FakeExecutor, "_initialize_kv", allocate)
+    with pytest.raises(ConfigError, match="memory") as caught:
+        make_core(num_gpu_blocks_override=50, max_num_seqs=3)
+    assert "num_gpu_blocks_override=50" in str(caught.value)
+    assert "max_num_seqs=3" in str(caught.value)
 
 
 def test_a_failing_start_frees_the_workers(make_config: MakeConfig, checkpoint: Checkpoint) -> None:

@@ -442,3 +442,50 @@ def test_serve_takes_the_model_by_place(monkeypatch: pytest.MonkeyPatch) -> None
     engine_config = start_engine()
     assert engine_config.model_config.model == "m"
     assert engine_config.observability_config.log_level == "info"
+
+
+# -- standard streams that are closed ---------------------------------------------------------
+
+WRITES = """
+import os, sys
+from jubako.entrypoints import cli
+from jubako.entrypoints.commands import doctor
+def run(args):
+    assert sys.stdin.readline() == ""
+    print("out"); print("err", file=sys.stderr)
+    opened = os.open(os.devnull, os.O_RDONLY)
+    assert opened > 2, opened
+    return 0
+doctor.run = run
+code = cli.main(["doctor"])
+os._exit(code)
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_stream_is_an_empty_one(closed: str) -> None:
+    """And its number goes to no socket, which what is printed would then reach."""
+    result = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, WRITES],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ("" if " >&-" in f" {closed}" else "out\n")
+    assert result.stderr == ("" if "2>&-" in closed else "err\n")
+
+
+def test_what_the_terminal_cannot_show_is_escaped(
+    fake_engine: type[FakeLLMEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options in ([], ["--json"]):
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+        assert run("generate", "é€", *options) == 0
+        text = raw.getvalue().decode("ascii")
+        if options:
+            assert json.loads(text)["text"] == "é€"
+        else:
+            assert text == "\\xe9\\u20ac\n"

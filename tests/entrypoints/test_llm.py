@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
 
 from jubako import LLM, SamplingParams
-from jubako.errors import ConfigError, ValidationError
+from jubako.errors import ConfigError, EngineDeadError, JubakoError, ValidationError
 from jubako.sampling_params import RequestOutputKind
 from tests.entrypoints.fake_llm_engine import FakeLLMEngine, dead
 from tests.serving.fake_engine import FakeTokenizer
@@ -83,7 +85,9 @@ def test_no_prompts_no_outputs(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
-@pytest.mark.parametrize("prompts", [5, None, [1, "a"], ["a", 1], [None], [1.5], [b"a"]], ids=repr)
+@pytest.mark.parametrize(
+    "prompts", [5, None, [1, "a"], ["a", 1], [None], [1.5], [b"a"], b"a", bytearray(b"a")], ids=repr
+)
 def test_what_is_no_prompt(llm: LLM, prompts: Any) -> None:
     with pytest.raises(ValidationError) as error:
         llm.generate(prompts)
@@ -191,6 +195,15 @@ def test_an_empty_chat(llm: LLM) -> None:
         llm.chat([])
 
 
+@pytest.mark.parametrize(
+    "messages", [5, "hi", [5], [[5]], [[]], ["hi"], {"role": "user"}], ids=repr
+)
+def test_what_is_no_chat(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ValidationError) as error:
+        llm.chat(messages)
+    assert error.value.parameter == "messages"
+
+
 # -- the rest ---------------------------------------------------------------------------------
 
 
@@ -249,3 +262,70 @@ def test_without_a_terminal_there_is_no_bar(llm: LLM, capsys: pytest.CaptureFixt
     assert not sys.stderr.isatty()
     llm.generate("abc")
     assert capsys.readouterr() == ("", "")
+
+
+# -- threads ----------------------------------------------------------------------------------
+
+
+def test_threads_share_one_llm_one_call_at_a_time(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, inside, most = engine_of(llm).step, 0, 0
+
+    def slow_step() -> Any:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.001)
+        try:
+            return step()
+        finally:
+            inside -= 1
+
+    monkeypatch.setattr(engine_of(llm), "step", slow_step)
+    answers: dict[str, list[str]] = {}
+
+    def ask(name: str) -> None:
+        answers[name] = texts(llm.generate([name * 3, name * 2]))
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in "abcdef"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert answers == {name: [name * 3, name * 2] for name in "abcdef"}
+    assert most == 1
+
+
+def test_a_shutdown_ends_a_call_in_another_thread(llm: LLM) -> None:
+    seen: list[BaseException] = []
+    going = threading.Event()
+
+    def endless() -> list[Any]:
+        going.set()
+        return []
+
+    engine_of(llm).step = endless  # type: ignore[method-assign]
+
+    def ask() -> None:
+        try:
+            llm.generate("a")
+        except BaseException as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    assert going.wait(10)
+    llm.shutdown()
+    thread.join(10)
+    assert [type(error) for error in seen] == [EngineDeadError]
+    assert engine_of(llm).shut_down
+
+
+def test_a_call_within_a_call_is_refused(llm: LLM) -> None:
+    def bar(**options: Any) -> Any:
+        return llm.generate("b")
+
+    with pytest.raises(JubakoError, match="within"):
+        llm.generate("a", use_tqdm=bar)
+    assert texts(llm.generate("c")) == ["c"]

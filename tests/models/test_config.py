@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import transformers
 
-from jubako.errors import UnsupportedModelError
+from jubako.errors import CheckpointError, UnsupportedModelError
 from jubako.models import gemma3, llama, qwen2, qwen3
 from jubako.models.hf_config import FULL, SLIDING
 
@@ -149,3 +150,59 @@ def test_layer_types_must_fit(read: Any) -> None:
         read({"num_hidden_layers": 2, "layer_types": [FULL]})
     with pytest.raises(UnsupportedModelError, match="'chunked_attention'"):
         read({"num_hidden_layers": 1, "layer_types": ["chunked_attention"]})
+
+
+BAD_ENTRIES: list[tuple[str, Any]] = [
+    ("hidden_size", "64"),
+    ("hidden_size", -64),
+    ("hidden_size", 2**40),
+    ("num_attention_heads", 0),
+    ("num_attention_heads", [4]),
+    ("num_key_value_heads", 0),
+    ("num_hidden_layers", 3.0),
+    ("num_hidden_layers", True),
+    ("num_hidden_layers", 1_000_000),
+    ("head_dim", 0),
+    ("head_dim", "a"),
+    ("rms_norm_eps", "x"),
+    ("rms_norm_eps", math.nan),
+    ("tie_word_embeddings", "yes"),
+    ("max_position_embeddings", "x"),
+    ("rope_theta", "x"),
+    ("rope_theta", 0),
+    ("rope_scaling", [1]),
+    ("rope_parameters", "default"),
+]
+
+
+@every_family
+@pytest.mark.parametrize(("name", "entry"), BAD_ENTRIES, ids=str)
+def test_an_entry_of_the_wrong_kind_is_named_with_its_value(
+    family: str, name: str, entry: Any
+) -> None:
+    read, _ = FAMILIES[family]
+    with pytest.raises(CheckpointError) as caught:
+        read({name: entry})
+    assert name in str(caught.value)
+    assert str(entry)[:9] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "entry"),
+    [
+        ("gemma3", "text_config", [1]),
+        ("gemma3", "sliding_window_pattern", 0),
+        ("gemma3", "final_logit_softcapping", "x"),
+        ("gemma3", "query_pre_attn_scalar", "x"),
+        ("gemma3", "rope_local_base_freq", "x"),
+        ("mistral", "sliding_window", -1),
+        ("llama", "attention_bias", 1),
+        ("qwen2", "max_window_layers", "x"),
+        ("qwen3", "layer_types", "full_attention"),
+        ("qwen3", "layer_types", [[]]),
+    ],
+)
+def test_entries_of_one_family_are_checked_too(family: str, name: str, entry: Any) -> None:
+    read, _ = FAMILIES[family]
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=name):
+        read({name: entry, "use_sliding_window": True, "num_hidden_layers": 1})

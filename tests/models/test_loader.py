@@ -18,6 +18,7 @@ from jubako.checkpoint.info import Checkpoint, open_checkpoint
 from jubako.errors import CheckpointError, UnsupportedModelError
 from jubako.models.loader import gguf_weights, load_weights
 from jubako.models.loader.dequantize import BLOCKS, dequantize
+from jubako.models.loader.safetensors_weights import safetensors_weights
 from tests.checkpoint.gguf_files import ARCHITECTURES, tiny_model, write_model
 from tests.checkpoint.test_gguf_config import minimal
 
@@ -266,3 +267,9 @@ def test_file_description_is_closed_when_abandoned(folder: Path) -> None:
     next(weights)
     weights.close()  # type: ignore[attr-defined]
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_folder_in_the_place_of_a_weight_file(tmp_path: Path) -> None:
+    """Opening one works; only reading does not."""
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        list(safetensors_weights([tmp_path], torch.float32, torch.device("cpu")))

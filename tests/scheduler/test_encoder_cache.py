@@ -9,6 +9,7 @@ import pytest
 from jubako.errors import ValidationError
 from jubako.scheduler import (
     EncoderCacheManager,
+    ModelRunnerOutput,
     MultiModalFeatureSpec,
     PlaceholderRange,
     Request,
@@ -344,6 +345,20 @@ def test_victims_encoder_work_is_undone_and_taken_over():
     # "mid" has passed the image.
     assert scheduler.encoder_cache_manager.cached == {"A": set()}
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert scheduler.encoder_cache_manager.num_freeable_slots == 40
+
+
+@pytest.mark.parametrize("how", ["abort", "failure"])
+def test_a_request_that_ends_inside_an_item_gives_it_back(how: str):
+    scheduler = media_scheduler(long_prefill_token_threshold=8)
+    scheduler.add_request(Request("a", list(range(24)), mm_features=[item("A", 4, 9)]))
+    step = scheduler.schedule()
+    assert step.scheduled_encoder_inputs == {"a": [0]}
+    assert scheduler.encoder_cache_manager.num_freeable_slots == 40 - 9
+    if how == "abort":
+        scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    else:
+        scheduler.update_from_output(step, ModelRunnerOutput())
     assert scheduler.encoder_cache_manager.num_freeable_slots == 40
 
 

@@ -170,6 +170,28 @@ def test_common_prefix_counts_blocks_that_all_holders_share():
     assert driver.step().num_common_prefix_blocks == [2]
 
 
+def test_registered_blocks_are_remembered_for_one_step():
+    driver = Driver(make_scheduler(block_size=4))
+    driver.add(make_request("a", 9, 2, ignore_eos=True))
+    driver.run()
+    driver.add(make_request("b", 5, 2, ignore_eos=True))
+    driver.step()
+    assert len(driver.scheduler.kv_cache_manager.take_registered_block_ids()) == 1
+
+
+def test_cached_tokens_are_those_of_the_first_admission():
+    driver = Driver(make_scheduler(block_size=4, num_blocks=13, max_model_len=40))
+    driver.add(*(make_request(i, 15, 6, ignore_eos=True) for i in ("a", "b", "c")))
+    resumed_at = 0
+    while driver.scheduler.has_requests():
+        cached = driver.step().scheduled_cached_reqs
+        if "c" in cached.resumed_req_ids:
+            resumed_at = cached.num_computed_tokens[cached.req_ids.index("c")]
+    # It found its own blocks when it came back.
+    assert resumed_at > 0
+    assert driver.ended["c"].num_cached_tokens == 0
+
+
 def test_a_prompt_that_is_scored_is_computed_whole():
     driver = Driver(make_scheduler(block_size=4))
     prompt = list(range(100, 109))

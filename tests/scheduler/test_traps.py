@@ -456,6 +456,29 @@ def test_what_is_given_back_to_a_running_prompt_brings_its_blocks():
     driver.check_answers()
 
 
+def test_a_leftover_that_cannot_be_allocated_ends_only_its_own_request(monkeypatch):
+    driver = Driver(make_scheduler(max_num_batched_tokens=16, fair_prefill=True))
+    prompt = list(range(500, 541))
+    driver.add(make_request("first", prompt, 1))
+    driver.run()
+    driver.add(make_request("long", 100, 2, ignore_eos=True))
+    driver.add(make_request("other", prompt, 2, ignore_eos=True))
+    manager = driver.scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+
+    def broken(request, count, *args, **kwargs):
+        if request.request_id == "long" and count == 15:
+            raise AssertionError("table")
+        return allocate(request, count, *args, **kwargs)
+
+    monkeypatch.setattr(manager, "allocate_slots", broken)
+    assert scheduled(driver.step()) == {"other": 1}
+    driver.run()
+    assert driver.ended["long"].finish_reason is FinishReason.ERROR
+    assert driver.outputs["other"] == answer(driver.requests["other"], 256).tokens
+    assert manager.usage == 0
+
+
 def test_fair_prefill_does_not_serve_the_less_urgent():
     driver = Driver(
         make_scheduler(max_num_batched_tokens=16, fair_prefill=True, scheduling_policy="priority")

@@ -120,7 +120,7 @@ class FakeAsyncLLM:
         self._held = False
         self._wake = asyncio.Event()
         self._permits = 0
-        self._abort_requested: set[str] = set()
+        self.abort_requested: set[str] = set()
 
     # -- controls, from the test's thread -----------------------------------------------------
 
@@ -171,7 +171,7 @@ class FakeAsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        self._abort_requested.update(ids)
+        self.abort_requested.update(ids)
         self._wake.set()
 
     async def reset_prefix_cache(self) -> bool:
@@ -246,7 +246,7 @@ class FakeAsyncLLM:
             if "!hang" in text:
                 await self._until(lambda: False, request_id)
             await self._permit(request_id)
-            aborted = request_id in self._abort_requested
+            aborted = request_id in self.abort_requested
             last = position == limit - 1 or aborted
             completions = []
             for index, choice in enumerate(state):
@@ -324,7 +324,7 @@ class FakeAsyncLLM:
         while not condition():
             if self.dead_error is not None:
                 raise self.dead_error
-            if request_id in self._abort_requested:
+            if request_id in self.abort_requested:
                 return
             self._wake.clear()
             await self._wake.wait()

@@ -139,6 +139,8 @@ def test_clients_that_use_the_same_id_are_all_told(
     server.server.stop()
     check_error(open_request.result(20), 503, "draining")
     assert server.join() == 0
+    # The engine was asked to end it; else the server's last moment would have.
+    assert server.engine.abort_requested == {"cmpl-mine"}
 
 
 def test_a_second_signal_ends_at_once(serve: Serve, pool: concurrent.futures.Executor) -> None:

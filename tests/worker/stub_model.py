@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from jubako.config import JubakoConfig
+from jubako.kernels.metadata import AttentionMetadata
 from jubako.kv_cache.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from jubako.kv_cache.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from jubako.kernels.metadata import AttentionMetadata
 from jubako.layers.forward_context import get_forward_context
 from jubako.worker.model_runner import ModelRunner
 from jubako.worker.staging import StepStaging

@@ -71,11 +71,14 @@ def test_sampling_without_a_step_gives_nothing() -> None:
 
 def test_a_step_without_tokens_still_drops_finished_requests() -> None:
     runner = simple_runner()
-    runner.execute_model(plan({"a": 2}, scheduled_new_reqs=[new("a", [1, 2], [1])]))
+    scored = SamplingParams(temperature=0, prompt_logprobs=1)
+    added = new("a", [1, 2, 3, 4], [1], sampling_params=scored)
+    runner.execute_model(plan({"a": 2}, scheduled_new_reqs=[added]))
     runner.sample_tokens(None)
     output = runner.execute_model(plan({}, finished_req_ids={"a"}))
     assert output is EMPTY_MODEL_RUNNER_OUTPUT
-    assert "a" not in runner.requests
+    assert not runner.requests
+    assert not runner._scored
     assert runner.input_batch.num_reqs == 0
     assert runner.sample_tokens(None) is None
 

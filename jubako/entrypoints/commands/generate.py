@@ -197,7 +197,10 @@ class JsonWriter:
             self._put(index, records)
 
     def _put(self, index: int, records: list[dict[str, Any]]) -> None:
-        self._lines[index] = [json.dumps(record, ensure_ascii=False) for record in records]
+        # What the terminal cannot show must be escaped as JSON does it.
+        encoding = (getattr(self._out, "encoding", None) or "utf-8").lower()
+        escape = encoding.replace("-", "") != "utf8"
+        self._lines[index] = [json.dumps(record, ensure_ascii=escape) for record in records]
         while self._next in self._lines:
             for line in self._lines.pop(self._next):
                 print(line, file=self._out)

@@ -96,7 +96,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ServerError("invalid_json", "The body's JSON is nested too deeply.") from None
     except ValueError as error:
-        detail = str(error).removeprefix("JSON is malformed: ")
+        # Where it was is said as a byte; how the decoder counts levels helps nobody.
+        detail = str(error).removeprefix("JSON is malformed: ").partition(" - at `")[0]
         raise ServerError("invalid_json", f"The body is not valid JSON: {detail}.") from None
     if not isinstance(value, dict):
         raise ServerError("invalid_json", f"The body must be a JSON object, got {_kind(value)}.")
@@ -151,6 +152,9 @@ def _field_error(text: str, body: dict[str, Any]) -> ValidationError:
         except (KeyError, IndexError, TypeError):
             value = None
         shown = f", got {_kind(value)}: {_show(value)}"
+    if problem == "Number out of range":
+        # It was read whole, so it is an integer that no float can hold.
+        problem = f"Expected `float`, got `{problem}`"
     if missing := _MISSING.match(problem):
         name += ("." if name else "") + missing["field"]
         return ValidationError(f"{name} is required.", name)

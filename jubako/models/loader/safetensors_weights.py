@@ -53,6 +53,8 @@ def safetensors_weights(
                     raise CheckpointError(f"Tensor {entry.name!r} is in two weight files.")
                 seen.add(entry.name)
                 yield entry.name, _read_tensor(fd, path.name, entry, dtype).to(device)
+        except OSError as error:
+            raise CheckpointError(f"{path.name} cannot be read: {error.strerror}.") from None
         finally:
             os.close(fd)
 
