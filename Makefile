@@ -17,6 +17,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.runtime: requirements/runtime.txt pyproject.toml | $(VENV)/bin/python
+	@echo 'Installing into $(VENV); PyTorch is large, so this takes a minute or more ...'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
@@ -26,6 +27,7 @@ $(VENV)/.dev: requirements/dev.txt $(VENV)/.runtime
 	touch $@
 
 demo: $(VENV)/.runtime  ## install, then generate a text with the default model and print its speed
+	@echo 'Gemma 3 270M continues: $(PROMPT)'
 	$(BIN)/jubako generate "$(PROMPT)" --max-tokens 64 --temperature 0
 
 test: $(VENV)/.dev lint  ## install, then run every check and test that CI runs

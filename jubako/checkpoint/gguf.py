@@ -380,6 +380,8 @@ class _HeaderParser:
                 f"has tensor {name!r} with {num_dims} dimensions; the most is {MAX_DIMS}"
             )
         dims = self._unpack(f"{num_dims}Q")
+        if 0 in dims:
+            raise self._bad(f"has tensor {name!r} without elements, of shape {dims[::-1]}")
         kind, offset = self._unpack("IQ")
         return name, tuple(reversed(dims)), kind, offset
 

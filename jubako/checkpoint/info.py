@@ -80,7 +80,8 @@ def open_checkpoint(model: str | None = None) -> Checkpoint:
             f"`hf download {model} --local-dir DIR`, and give that folder."
         )
     raise ModelNotFoundError(
-        f"There is no model at {model!r}; give a Hugging Face folder or a GGUF file."
+        f"There is no model at {model!r}; give a Hugging Face folder or a GGUF file. "
+        "Jubako does not download models."
     )
 
 

@@ -176,8 +176,10 @@ class InputProcessor:
         low, high = min(values), max(values)
         if low < 0 or high >= self._vocab_size:
             bad = low if low < 0 else high
+            # A number of thousands of digits cannot even be written.
+            shown = str(bad) if abs(bad) < 2**200 else "of many digits"
             raise ValidationError(
-                f"{parameter} has token id {bad}, which is not in the vocabulary of "
+                f"{parameter} has token id {shown}, which is not in the vocabulary of "
                 f"{self._vocab_size}: ids must be 0 to {self._vocab_size - 1}.",
                 parameter,
                 bad,

@@ -157,8 +157,8 @@ class Tokenizer:
         template = chat_template or self.chat_template
         if template is None:
             raise ValidationError(
-                "The model has no chat template. Give one with --chat-template FILE, or use the "
-                "completions interface with a plain prompt.",
+                "The model has no chat template. Give one (chat_template=... in Python, "
+                "--chat-template FILE for the server), or continue a plain prompt instead.",
                 "messages",
             )
         return render_chat(

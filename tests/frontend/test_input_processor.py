@@ -350,3 +350,8 @@ def test_an_id_is_assigned_once() -> None:
     assign_request_id(request)
     with pytest.raises(AssertionError):
         assign_request_id(request)
+
+
+def test_a_token_id_of_thousands_of_digits_is_refused_like_any_other() -> None:
+    with pytest.raises(ValidationError, match="has token id of many digits"):
+        make().process_inputs("a", [10**5000], SamplingParams())

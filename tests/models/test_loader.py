@@ -273,3 +273,11 @@ def test_a_folder_in_the_place_of_a_weight_file(tmp_path: Path) -> None:
     """Opening one works; only reading does not."""
     with pytest.raises(CheckpointError, match="cannot be read"):
         list(safetensors_weights([tmp_path], torch.float32, torch.device("cpu")))
+
+
+def test_a_gguf_tensor_without_elements(tmp_path: Path) -> None:
+    def more(writer: Any) -> None:
+        writer.add_tensor("empty", np.zeros((0, 32), np.float32))
+
+    with pytest.raises(CheckpointError, match="'empty' without elements"):
+        minimal(tmp_path / "m.gguf", more=more)

@@ -45,6 +45,12 @@ def run(args: argparse.Namespace) -> int:
             raise UnsupportedModelError(
                 "The model has no chat template, so it cannot chat; use: jubako generate"
             )
+        if config.model_config.model is None and sys.stdin.isatty():
+            print(
+                "The default model is a base model: it continues text and was not taught to "
+                "answer. Give an instruction-tuned one for that: jubako chat --model PATH",
+                file=sys.stderr,
+            )
         params = sampling_params(
             given, engine.config.model_config.generation_config, RequestOutputKind.DELTA, None
         )

@@ -31,10 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt",
         nargs="*",
         metavar="PROMPT",
-        help="Text to continue. Without one, or for '-', standard input has a prompt a line.",
+        help="Text to continue. Without one, or for '-', standard input has a prompt a line; blank "
+        "lines are skipped.",
     )
     parser.add_argument(
-        "--json", action="store_true", help="Print one JSON object a line for every answer."
+        "--json",
+        action="store_true",
+        help="Print one JSON object a line for every answer, which also tells several apart.",
     )
     add_sampling_arguments(parser)
     # The seed here is the answer's, which decides alone what is sampled.
@@ -60,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         params = sampling_params(
             given, engine.config.model_config.generation_config, kind, DEFAULT_MAX_TOKENS
         )
-        writer = JsonWriter(sys.stdout) if args.json else TextWriter(sys.stdout, sys.stderr, began)
+        loaded = time.perf_counter() - began
+        writer = JsonWriter(sys.stdout) if args.json else TextWriter(sys.stdout, sys.stderr, loaded)
         return _generate(engine, prompts, params, writer)
     finally:
         engine.shutdown()
@@ -107,12 +111,16 @@ def _generate(
 
 
 class TextWriter:
-    """Writes the text of answers in order, each as it comes once those before it are complete."""
+    """Writes the text of answers in order, each as it comes once those before it are complete.
 
-    def __init__(self, out: TextIO, log: TextIO, began: float) -> None:
+    `loaded` is how many seconds the model took to load.
+    """
+
+    def __init__(self, out: TextIO, log: TextIO, loaded: float) -> None:
         self._out = out
         self._log = log
-        self._began = began
+        self._loaded = loaded
+        self._began = time.perf_counter()
         self._first_token: float | None = None
         self._tokens = 0
         self._n = 1
@@ -168,8 +176,8 @@ class TextWriter:
         tokens = self._tokens - 1 if single and self._tokens > 1 else self._tokens
         rate = tokens / max(now - self._first_token, 1e-9)
         print(
-            f"{self._tokens} tokens, {rate:.1f} tokens/s, first token after "
-            f"{self._first_token - self._began:.2f} s",
+            f"loaded in {self._loaded:.2f} s, first token {self._first_token - self._began:.2f} s "
+            f"later, {self._tokens} tokens at {rate:.1f} tokens/s",
             file=self._log,
         )
 

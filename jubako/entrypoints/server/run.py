@@ -180,6 +180,18 @@ class HttpServer:
         state.set_engine(engine)
         stats = PrometheusStatLogger(engine.config, engine.ready, state.model_name, registry)
         engine.stat_loggers.append(stats)
+        ready = engine.ready
+        logger.info(
+            "%s in %s on %s: %d KV blocks hold %d tokens of context; a request may have %d, and %d "
+            "requests run at once",
+            ready.architecture,
+            ready.dtype,
+            ready.device,
+            ready.num_gpu_blocks,
+            ready.kv_cache_tokens,
+            ready.max_model_len,
+            ready.max_num_seqs,
+        )
         logger.info("Serving %s on %s", state.model_name, self._url())
         if await self._before_signal(_until_dead(engine)):
             logger.error("The engine core has stopped; the server ends.")
