@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from jubako.utils.cpu import num_cores
 from tests.exactness import oracle
 
 Case = tuple[Path, list[list[int]], list[oracle.Answer]]
@@ -40,6 +41,8 @@ def default_case() -> Case:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
+    # The engines of tiny models leave PyTorch with one thread.
+    torch.set_num_threads(num_cores())
     prompts = oracle.make_prompts(20, 5, 1500, 200_000, seed=11)
     prompts = [[2, *prompt[1:]] for prompt in prompts]
     answers = [oracle.greedy(model.eval(), prompt, 12) for prompt in prompts]
