@@ -225,6 +225,7 @@ def _module(name: str) -> Any:
 
 
 def _pickled(value: Any) -> bytes:
+    # Only ever written, to be digested as other engines digest it; nothing here reads a pickle.
     return pickle.dumps(_canonical(value), protocol=pickle.HIGHEST_PROTOCOL)
 
 
