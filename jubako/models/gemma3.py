@@ -6,7 +6,7 @@ norms before and after attention and MLP; norms of query and key heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import QKNormRope, RopeParameters, RotaryEmbedding, Rotation
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel
 from jubako.models.hf_config import (
     FULL,
     SLIDING,
@@ -30,7 +31,6 @@ from jubako.models.hf_config import (
     number_or_none,
     value,
 )
-from jubako.models.weights import load_weights, with_model_prefix
 
 
 @dataclass(frozen=True)
@@ -159,83 +159,35 @@ class Gemma3DecoderLayer(nn.Module):
         return self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))).add_(x)
 
 
-class Gemma3Model(nn.Module):
-    """Embedding, layers and the last norm."""
-
-    def __init__(self, args: ModelArgs, config: JubakoConfig, prefix: str) -> None:
-        super().__init__()
-        self.embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size)
-        # The factor is rounded to the model's dtype, as it was in training.
-        self.embed_scale = torch.tensor(
-            args.hidden_size**0.5, dtype=self.embed_tokens.weight.dtype, device="cpu"
-        ).item()
-        self.layers = nn.ModuleList(
-            Gemma3DecoderLayer(args, config, i, f"{prefix}.layers.{i}")
-            for i in range(args.num_hidden_layers)
-        )
-        self.layer_types = args.layer_types
-        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps, 1.0)
-        length = config.model_config.context_length
-        self.rotary = nn.ModuleDict(
-            {
-                kind: RotaryEmbedding(args.head_dim, args.rope[kind], length)
-                for kind in dict.fromkeys(args.layer_types)
-            }
-        )
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Ids or embeddings of T tokens → [T, hidden]."""
-        x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        rotations = {kind: rotary(positions) for kind, rotary in self.rotary.items()}
-        for layer, kind in zip(self.layers, self.layer_types):
-            x = layer(x, rotations[kind])
-        return self.norm(x)
-
-    def embed_input_ids(self, input_ids: torch.Tensor | None) -> torch.Tensor:
-        """Ids [T] → scaled embeddings [T, hidden]."""
-        assert input_ids is not None
-        return self.embed_tokens(input_ids).mul_(self.embed_scale)
-
-
-class Gemma3ForCausalLM(nn.Module):
+class Gemma3ForCausalLM(DecoderForCausalLM):
     """The model and its head."""
 
     def __init__(self, config: JubakoConfig, *, prefix: str = "") -> None:
-        super().__init__()
         args = ModelArgs.from_config(config.model_config.hf_config)
-        self.model = Gemma3Model(args, config, f"{prefix}model")
-        self.lm_head = LMHead(
-            args.vocab_size,
-            args.hidden_size,
-            tied_to=self.model.embed_tokens if args.tie_word_embeddings else None,
-            soft_cap=args.final_logit_softcapping,
+        embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size)
+        length = config.model_config.context_length
+        model = DecoderModel(
+            embed_tokens,
+            [
+                Gemma3DecoderLayer(args, config, i, f"{prefix}model.layers.{i}")
+                for i in range(args.num_hidden_layers)
+            ],
+            RMSNorm(args.hidden_size, args.rms_norm_eps, 1.0),
+            {
+                kind: RotaryEmbedding(args.head_dim, args.rope[kind], length)
+                for kind in dict.fromkeys(args.layer_types)
+            },
+            args.layer_types,
+            # The factor is rounded to the model's dtype, as it was in training.
+            embed_scale=torch.tensor(
+                args.hidden_size**0.5, dtype=embed_tokens.weight.dtype, device="cpu"
+            ).item(),
         )
-
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Ids [T] → what `forward` takes as `inputs_embeds`, [T, hidden]."""
-        return self.model.embed_input_ids(input_ids)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Ids or embeddings of T tokens at `positions` [T] → final hidden states [T, hidden]."""
-        return self.model(input_ids, positions, inputs_embeds)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final hidden states [r, hidden] → logits [r, V]."""
-        return self.lm_head(hidden)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Fill the model from Hugging Face's names; see `models.weights.load_weights`."""
-        return load_weights(self, weights, self.sanitize)
+        tied_to = embed_tokens if args.tie_word_embeddings else None
+        super().__init__(
+            model,
+            LMHead(args.vocab_size, args.hidden_size, tied_to, args.final_logit_softcapping),
+        )
 
     def sanitize(self, name: str) -> str | None:
         """The text part's name of a tensor; None for the image part and a tied head."""
@@ -243,7 +195,4 @@ class Gemma3ForCausalLM(nn.Module):
             return None
         if name.startswith("model.language_model."):
             name = "model." + name.removeprefix("model.language_model.")
-        name = name.removeprefix("language_model.")
-        if name.startswith("lm_head.") and self.lm_head.tied:
-            return None
-        return with_model_prefix(name)
+        return super().sanitize(name.removeprefix("language_model."))

@@ -5,7 +5,7 @@ Norms of query and key heads in place of Qwen2's biases; late layers may have a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import QKNormRope, RopeParameters, RotaryEmbedding, Rotation
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel
 from jubako.models.hf_config import SLIDING, late_window_layer_types, rope_parameters, value
-from jubako.models.weights import load_weights, with_model_prefix
 
 
 @dataclass(frozen=True)
@@ -118,69 +118,20 @@ class Qwen3DecoderLayer(nn.Module):
         return self.mlp(self.post_attention_layernorm(x)).add_(x)
 
 
-class Qwen3Model(nn.Module):
-    """Embedding, layers and the last norm."""
-
-    def __init__(self, args: ModelArgs, config: JubakoConfig, prefix: str) -> None:
-        super().__init__()
-        self.embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size)
-        self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(args, config, i, f"{prefix}.layers.{i}")
-            for i in range(args.num_hidden_layers)
-        )
-        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.rotary = RotaryEmbedding(args.head_dim, args.rope, config.model_config.context_length)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Ids or embeddings of T tokens → [T, hidden]."""
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        rotation = self.rotary(positions)
-        for layer in self.layers:
-            x = layer(x, rotation)
-        return self.norm(x)
-
-
-class Qwen3ForCausalLM(nn.Module):
+class Qwen3ForCausalLM(DecoderForCausalLM):
     """The model and its head."""
 
     def __init__(self, config: JubakoConfig, *, prefix: str = "") -> None:
-        super().__init__()
         args = ModelArgs.from_config(config.model_config.hf_config)
-        self.model = Qwen3Model(args, config, f"{prefix}model")
-        self.lm_head = LMHead(
-            args.vocab_size,
-            args.hidden_size,
-            tied_to=self.model.embed_tokens if args.tie_word_embeddings else None,
+        embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size)
+        model = DecoderModel(
+            embed_tokens,
+            [
+                Qwen3DecoderLayer(args, config, i, f"{prefix}model.layers.{i}")
+                for i in range(args.num_hidden_layers)
+            ],
+            RMSNorm(args.hidden_size, args.rms_norm_eps),
+            RotaryEmbedding(args.head_dim, args.rope, config.model_config.context_length),
         )
-
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Ids [T] → what `forward` takes as `inputs_embeds`, [T, hidden]."""
-        return self.model.embed_tokens(input_ids)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Ids or embeddings of T tokens at `positions` [T] → final hidden states [T, hidden]."""
-        return self.model(input_ids, positions, inputs_embeds)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final hidden states [r, hidden] → logits [r, V]."""
-        return self.lm_head(hidden)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Fill the model from Hugging Face's names; see `models.weights.load_weights`."""
-        return load_weights(self, weights, self.sanitize)
-
-    def sanitize(self, name: str) -> str | None:
-        """The model's own name of a tensor; None for a tied head."""
-        if name.startswith("lm_head.") and self.lm_head.tied:
-            return None
-        return with_model_prefix(name)
+        tied_to = embed_tokens if args.tie_word_embeddings else None
+        super().__init__(model, LMHead(args.vocab_size, args.hidden_size, tied_to))

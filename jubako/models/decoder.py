@@ -1,0 +1,107 @@
+"""What do decoder-only models have around their layers?
+
+A family's file says how its layers compute; embedding, positions, the last norm, the head and the
+way weights come in are the same in nearly all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from jubako.layers.embedding import LMHead, VocabEmbedding
+from jubako.layers.rotary import RotaryEmbedding, Rotation
+from jubako.models.weights import load_weights, with_model_prefix
+
+
+EVERY = "every"
+"""The kind of all layers, where there is one."""
+
+
+class DecoderModel(nn.Module):
+    """Embedding, layers and the last norm.
+
+    A layer is called with x [T, hidden] and the step's rotation, and returns [T, hidden]; it may
+    overwrite x. `rotary` has the kinds of rotation, `kinds` names each layer's; a layer whose kind
+    is not there (it uses no positions) gets None. `embed_scale` multiplies embeddings.
+    """
+
+    def __init__(
+        self,
+        embed_tokens: VocabEmbedding,
+        layers: Iterable[nn.Module],
+        norm: nn.Module,
+        rotary: RotaryEmbedding | Mapping[str, RotaryEmbedding],
+        kinds: Sequence[str] | None = None,
+        *,
+        embed_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.rotary = nn.ModuleDict({EVERY: rotary} if isinstance(rotary, nn.Module) else rotary)
+        self.kinds = [EVERY] * len(self.layers) if kinds is None else list(kinds)
+        self.embed_scale = embed_scale
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Ids [T] → what `forward` takes as `inputs_embeds`, [T, hidden]."""
+        x: torch.Tensor = self.embed_tokens(input_ids)
+        return x if self.embed_scale is None else x.mul_(self.embed_scale)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Ids or embeddings of T tokens at `positions` [T] → final hidden states [T, hidden]."""
+        x = inputs_embeds
+        if x is None:
+            assert input_ids is not None, "a step has ids or embeddings"
+            x = self.embed_input_ids(input_ids)
+        rotations: dict[str, Rotation] = {k: rotary(positions) for k, rotary in self.rotary.items()}
+        for layer, kind in zip(self.layers, self.kinds):
+            x = layer(x, rotations.get(kind))
+        hidden: torch.Tensor = self.norm(x)
+        return hidden
+
+
+class DecoderForCausalLM(nn.Module):
+    """A decoder and its head: the `CausalLM` that the runner knows."""
+
+    def __init__(self, model: DecoderModel, lm_head: LMHead) -> None:
+        super().__init__()
+        self.model = model
+        self.lm_head = lm_head
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Ids [T] → what `forward` takes as `inputs_embeds`, [T, hidden]."""
+        return self.model.embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Ids or embeddings of T tokens at `positions` [T] → final hidden states [T, hidden]."""
+        hidden: torch.Tensor = self.model(input_ids, positions, inputs_embeds)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final hidden states [r, hidden] → logits [r, V]."""
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Fill the model from Hugging Face's names; see `models.weights.load_weights`."""
+        return load_weights(self, weights, self.sanitize)
+
+    def sanitize(self, name: str) -> str | None:
+        """The model's own name of a checkpoint's tensor; None for one that is not wanted."""
+        if name.startswith("lm_head.") and self.lm_head.tied:
+            return None
+        return with_model_prefix(name)
