@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Any
 
 from jubako.kv_cache.blocks import BlockHash, BlockHashWithGroupId, KVCacheBlock
+from jubako.kv_cache.errors import ImpossibleCacheError
 from jubako.kv_cache.events import (
     MEDIUM_GPU,
     AllBlocksCleared,
@@ -30,9 +30,12 @@ from jubako.kv_cache.hashing import (
     group_suffix,
     make_block_hash_with_group_id,
 )
+from jubako.kv_cache.lookup_memory import LookupMemory
 from jubako.kv_cache.metrics import KVCacheMetricsCollector
-from jubako.kv_cache.request import HashedRequest
+from jubako.kv_cache.recent_blocks import RecentBlocks
+from jubako.kv_cache.request import KVCacheRequest
 from jubako.kv_cache.request_hashing import generate_block_hash_extra_keys
+from jubako.kv_cache.state_index import StateIndex
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +54,11 @@ class BlockPool:
         free_unhashed_first: bool = False,
         use_int_block_hashes: bool = False,
     ) -> None:
-        valid = isinstance(num_gpu_blocks, int) and num_gpu_blocks > 0
-        assert valid, f"num_gpu_blocks is {num_gpu_blocks!r}; it must be an integer above 0"
+        if not isinstance(num_gpu_blocks, int) or num_gpu_blocks <= 0:
+            raise ImpossibleCacheError(
+                f"num_gpu_blocks is {num_gpu_blocks!r}; it must be an integer above 0",
+                "num_gpu_blocks_override",
+            )
         self.num_gpu_blocks = num_gpu_blocks
         self.enable_caching = enable_caching
         self.hash_block_size = hash_block_size
@@ -62,12 +68,17 @@ class BlockPool:
         self.use_int_block_hashes = use_int_block_hashes
 
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
+        for block in self.blocks:
+            block.home = self
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         self.kv_event_queue: list[Event] = []
         self.version = 0
         """Rises whenever the answer to a lookup may have changed."""
-        self._registered_ids: dict[int, None] = {}
+        self.lookup_memory = LookupMemory()
+        self._registered = RecentBlocks(num_gpu_blocks)
+        self._handed_out = RecentBlocks(num_gpu_blocks)
+        self._state_indexes: dict[int, StateIndex] = {}
 
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
@@ -105,28 +116,45 @@ class BlockPool:
         kv_cache_group_ids: Sequence[int],
     ) -> tuple[list[KVCacheBlock], ...]:
         """For each group the blocks of hashes `start` to `stop`, up to the first that any lacks."""
-        get = self.cached_block_hash_to_block.get_one_block
-        length = max(stop - start, 0)
+        get_run = self.cached_block_hash_to_block.get_run
         runs: list[list[KVCacheBlock]] = []
         for group_id in kv_cache_group_ids:
-            suffix = group_suffix(group_id)
-            run: list[KVCacheBlock] = []
-            for block_hash in islice(block_hashes, start, start + length):
-                block = get(BlockHashWithGroupId(block_hash + suffix))
-                if block is None:
-                    break
-                run.append(block)
-            length = len(run)
+            run = get_run(block_hashes, start, stop, group_suffix(group_id))
+            stop = start + len(run)
             runs.append(run)
         for run in runs:
-            del run[length:]
+            del run[stop - start :]
         return tuple(runs)
+
+    def index_states(self, kv_cache_group_id: int) -> None:
+        """Keep the blocks of a group so that the last one of a prefix is found without a walk."""
+        self._state_indexes[kv_cache_group_id] = StateIndex()
+
+    def last_cached_index(
+        self,
+        block_hashes: Sequence[BlockHash],
+        stop: int,
+        step: int,
+        kv_cache_group_ids: Sequence[int],
+    ) -> int:
+        """The greatest index below `stop`, one less than a multiple of `step`, that all groups
+        have; -1 if there is none."""
+
+        def is_cached(index: int) -> bool:
+            return (index + 1) % step == 0 and (
+                self.get_cached_block(block_hashes[index], kv_cache_group_ids) is not None
+            )
+
+        states = self._state_indexes.get(kv_cache_group_ids[0])
+        if states is not None:
+            return states.last(block_hashes, stop, is_cached)
+        return next((i for i in range(stop - 1, -1, -1) if is_cached(i)), -1)
 
     # Registering
 
     def cache_full_blocks(
         self,
-        request: HashedRequest,
+        request: KVCacheRequest,
         blocks: Sequence[KVCacheBlock],
         num_cached_blocks: int,
         num_full_blocks: int,
@@ -148,35 +176,107 @@ class BlockPool:
         assert num_full_blocks * scale <= len(hashes), (
             f"{num_full_blocks} full blocks, but only {len(hashes) // scale} block hashes"
         )
-        insert = self.cached_block_hash_to_block.insert
+        # The last of the hashes inside a larger block covers those before it.
+        own_hashes = hashes[(num_cached_blocks + 1) * scale - 1 : num_full_blocks * scale : scale]
+        cached = self.cached_block_hash_to_block
+        add_if_first = cached.add_if_first
         suffix = group_suffix(kv_cache_group_id)
-        run_start = num_cached_blocks
-        for index in range(num_cached_blocks, num_full_blocks):
+        events = self.enable_kv_cache_events
+        request_id = request.request_id
+        passed_over: list[int] = []
+        run_start = index = num_cached_blocks
+        for block_hash in own_hashes:
             block = blocks[index]
             announced = False
-            if not block.is_null and not (skip_hashed and block.block_hash):
-                # The last of the hashes inside a larger block covers those before it.
-                key = BlockHashWithGroupId(hashes[(index + 1) * scale - 1] + suffix)
-                block.block_hash = key
-                announced = insert(key, block)
-                self._registered_ids[block.block_id] = None
-            if not announced and self.enable_kv_cache_events:
-                self._announce_stored(request, run_start, index, block_size, kv_cache_group_id)
-                run_start = index + 1
+            if block._block_hash is None and not block.is_null:
+                block._block_hash = key = BlockHashWithGroupId(block_hash + suffix)
+                block.registered_by = request_id
+                block.table_index = index
+                if add_if_first(key, block) is block:
+                    announced = True
+                else:
+                    cached.add_copy(key, block)
+            else:
+                assert block.is_null or skip_hashed, f"block {block.block_id} already has a hash"
+                passed_over.append(index)
+            index += 1
+            if events and not announced:
+                self._announce_stored(request, run_start, index - 1, block_size, kv_cache_group_id)
+                run_start = index
+        registered = blocks[num_cached_blocks:num_full_blocks]
+        if passed_over:
+            gone = set(passed_over)
+            rows = enumerate(registered, num_cached_blocks)
+            registered = [block for index, block in rows if index not in gone]
+        self._registered.add(registered)
+        if (
+            self._state_indexes
+            and (states := self._state_indexes.get(kv_cache_group_id)) is not None
+        ):
+            for block in registered:
+                states.add(block.block_id, hashes, scale, block.table_index)
         self.version += 1
+        if self.lookup_memory.active:
+            self.lookup_memory.changed(own_hashes)
         if self.enable_kv_cache_events:
             self._announce_stored(
                 request, run_start, num_full_blocks, block_size, kv_cache_group_id
             )
+
+    def cache_filled_block(
+        self,
+        request: KVCacheRequest,
+        index: int,
+        block_size: int,
+        tables: Sequence[Sequence[KVCacheBlock]],
+        suffixes: Sequence[bytes],
+    ) -> bool:
+        """Make entry `index` of every group's table findable, for groups of one block size.
+
+        What `cache_full_blocks` would do for one entry in each group; False, and no change, where
+        more than that is to be noted.
+        """
+        if self.enable_kv_cache_events or self._state_indexes:
+            return False
+        last_hash = (index + 1) * block_size // self.hash_block_size - 1
+        block_hash = request.block_hashes[last_hash]
+        cached = self.cached_block_hash_to_block
+        registered = []
+        for table, suffix in zip(tables, suffixes):
+            block = table[index]
+            if block.is_null:
+                continue
+            assert block._block_hash is None, f"block {block.block_id} already has a hash"
+            block._block_hash = key = BlockHashWithGroupId(block_hash + suffix)
+            block.registered_by = request.request_id
+            block.table_index = index
+            if cached.add_if_first(key, block) is not block:
+                cached.add_copy(key, block)
+            registered.append(block)
+        self._registered.add(registered)
+        self.version += 1
+        if self.lookup_memory.active:
+            self.lookup_memory.changed((block_hash,))
+        return True
 
     def take_registered_block_ids(self) -> list[int]:
         """Ids that became findable since the last call.
 
         If the step that fills them fails, they must be evicted.
         """
-        ids = list(self._registered_ids)
-        self._registered_ids.clear()
-        return ids
+        return self._registered.take()
+
+    def settle_registered_blocks(self) -> None:
+        """Forget which ids became findable since the last call of the method above."""
+        self._registered.clear()
+
+    def take_new_block_ids(self) -> list[int]:
+        """Ids that were handed out since the last call, for whoever must clear their memory."""
+        return self._handed_out.take()
+
+    def forget_new_block_ids(self) -> None:
+        """As the method above, for nobody."""
+        self._handed_out.clear()
 
     # Ownership
 
@@ -186,45 +286,60 @@ class BlockPool:
             raise ValueError(
                 f"{num_blocks} KV blocks wanted, but {self.get_num_free_blocks()} are free"
             )
-        metrics = self.metrics_collector
         blocks = self.free_block_queue.popleft_n(num_blocks)
+        metrics = self.metrics_collector
+        if metrics is not None:
+            for block in blocks:
+                if self.enable_caching:
+                    self._maybe_evict_cached_block(block)
+                metrics.on_block_allocated(block)
         for block in blocks:
-            if self.enable_caching and (block.block_hash is not None or metrics is not None):
+            if block._block_hash is not None:
                 self._maybe_evict_cached_block(block)
             assert block.ref_cnt == 0, f"free block {block.block_id} has owners: {block.ref_cnt}"
             block.ref_cnt = 1
-            if metrics is not None:
-                metrics.on_block_allocated(block)
+        self._handed_out.add(blocks)
         return blocks
 
-    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Add an owner to each block; a free one leaves the queue."""
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Add an owner to each block; a free one leaves the queue.
+
+        AssertionError, and no change, for a block of another pool.
+        """
         for block in blocks:
-            if block.is_null:
-                continue
+            if block.home is not self:
+                raise AssertionError(f"KV block {block.block_id} belongs to another pool")
+        remove = self.free_block_queue.remove
+        for block in blocks:
             if block.ref_cnt == 0:
-                self.free_block_queue.remove(block)
+                if block.is_null:
+                    continue
+                remove(block)
             block.ref_cnt += 1
-            if self.metrics_collector is not None:
-                self.metrics_collector.on_block_accessed(block)
+        if self.metrics_collector is not None:
+            for block in blocks:
+                if not block.is_null:
+                    self.metrics_collector.on_block_accessed(block)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Take an owner from each block and queue those without any, in the given order.
 
-        AssertionError, and no change, if a block is released more often than it is owned.
+        AssertionError, and no change, if a block is released more often than it is owned, or
+        belongs to another pool.
         """
-        released: list[KVCacheBlock] = []
         unowned: list[KVCacheBlock] = []
-        for block in ordered_blocks:
-            if block.is_null:
-                continue
-            if block.ref_cnt <= 0:
-                for earlier in released:
-                    earlier.ref_cnt += 1
-                raise AssertionError(f"KV block {block.block_id} is released twice")
-            block.ref_cnt -= 1
-            released.append(block)
-            if block.ref_cnt == 0:
+        ordered = list(ordered_blocks)
+        for position, block in enumerate(ordered):
+            ref_cnt = block.ref_cnt
+            if ref_cnt <= 0 or block.home is not self:
+                if block.is_null and block.home is self:
+                    continue
+                for earlier in ordered[:position]:
+                    earlier.ref_cnt += not earlier.is_null
+                fault = "is released twice" if block.home is self else "belongs to another pool"
+                raise AssertionError(f"KV block {block.block_id} {fault}")
+            block.ref_cnt = ref_cnt = ref_cnt - 1
+            if ref_cnt == 0 and not block.is_null:
                 unowned.append(block)
         if self.free_unhashed_first:
             self.free_block_queue.prepend_n([b for b in unowned if b.block_hash is None])
@@ -233,15 +348,24 @@ class BlockPool:
 
     # Forgetting
 
-    def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Make blocks unfindable, whoever owns them. AssertionError for an id that is none."""
+    def evict_blocks(self, block_ids: Iterable[int]) -> list[tuple[int, KVCacheBlock]]:
+        """Make blocks unfindable, whoever owns them. AssertionError for an id that is none.
+
+        Returns those that were findable and are in use, each with its group.
+        """
         ids = list(block_ids)
+        in_use = []
         for block_id in ids:
             assert 0 <= block_id < self.num_gpu_blocks, (
                 f"block id {block_id} is not in 0 to {self.num_gpu_blocks - 1}"
             )
         for block_id in ids:
-            self._maybe_evict_cached_block(self.blocks[block_id])
+            block = self.blocks[block_id]
+            key = block.block_hash
+            if key is not None and block.ref_cnt > 0:
+                in_use.append((get_group_id(key), block))
+            self._maybe_evict_cached_block(block)
+        return in_use
 
     def reset_prefix_cache(self) -> bool:
         """Make every block unfindable. False, and no change, while any block is in use."""
@@ -249,10 +373,13 @@ class BlockPool:
         if used:
             logger.warning("the prefix cache is not reset: %d blocks are in use", used)
             return False
+        self.lookup_memory.clear()
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         for block in self.blocks:
             block.reset_hash()
-        self._registered_ids.clear()
+        for states in self._state_indexes.values():
+            states.clear()
+        self._registered.clear()
         self.version += 1
         if self.metrics_collector is not None:
             self.metrics_collector.reset()
@@ -267,8 +394,12 @@ class BlockPool:
         key = block.block_hash
         if key is None or self.cached_block_hash_to_block.pop(key, block.block_id) is None:
             return False
-        block.reset_hash()
+        block._block_hash = None
         self.version += 1
+        if self.lookup_memory.active:
+            self.lookup_memory.changed((get_block_hash(key),))
+        if self._state_indexes and (states := self._state_indexes.get(get_group_id(key))):
+            states.discard(block.block_id)
         if self.enable_kv_cache_events and key not in self.cached_block_hash_to_block:
             self.kv_event_queue.append(
                 BlockRemoved(
@@ -295,7 +426,7 @@ class BlockPool:
         return events
 
     def _announce_stored(
-        self, request: HashedRequest, start: int, stop: int, block_size: int, group_id: int
+        self, request: KVCacheRequest, start: int, stop: int, block_size: int, group_id: int
     ) -> None:
         if start >= stop:
             return

@@ -19,10 +19,13 @@ class KVCacheBlock:
     __slots__ = (
         "_block_hash",
         "block_id",
+        "home",
         "is_null",
         "next_free_block",
         "prev_free_block",
         "ref_cnt",
+        "registered_by",
+        "table_index",
     )
 
     def __init__(self, block_id: int, ref_cnt: int = 0) -> None:
@@ -30,6 +33,11 @@ class KVCacheBlock:
         self.ref_cnt = ref_cnt
         self.is_null = False
         self._block_hash: BlockHashWithGroupId | None = None
+        self.home: object = None
+        """The pool that it belongs to."""
+        # Of the last time it became findable: the request, and the entry of its table.
+        self.registered_by = ""
+        self.table_index = 0
         # Owned by the free queue.
         self.prev_free_block: KVCacheBlock | None = None
         self.next_free_block: KVCacheBlock | None = None

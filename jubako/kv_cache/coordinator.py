@@ -15,7 +15,9 @@ from math import lcm
 from jubako.errors import ConfigError
 from jubako.kv_cache.block_pool import BlockPool
 from jubako.kv_cache.blocks import BlockHash, KVCacheBlock
+from jubako.kv_cache.checks import check_groups, check_positive
 from jubako.kv_cache.config import KVCacheConfig
+from jubako.kv_cache.errors import ImpossibleCacheError
 from jubako.kv_cache.hashing import hashes_at_block_size
 from jubako.kv_cache.managers import (
     CrossAttentionManager,
@@ -63,6 +65,12 @@ class KVCacheCoordinator(ABC):
     """The pool, and a manager for each group."""
 
     def __init__(self, kv_cache_config: KVCacheConfig, options: CoordinatorOptions) -> None:
+        check_groups(kv_cache_config)
+        check_positive("max_model_len", options.max_model_len, "max_model_len")
+        check_positive("max_num_batched_tokens", options.max_num_batched_tokens)
+        check_positive("hash_block_size", options.hash_block_size, "hash_block_size")
+        check_positive("decode_context_parallel_size", options.dcp_world_size)
+        check_positive("prefill_context_parallel_size", options.pcp_world_size)
         self.kv_cache_config = kv_cache_config
         self.enable_caching = options.enable_caching
         self.interleaved_free = options.interleaved_free
@@ -92,10 +100,17 @@ class KVCacheCoordinator(ABC):
         self.eagle_group_ids = _eagle_groups(kv_cache_config, options.use_eagle)
 
     @abstractmethod
+    def find_hit(
+        self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int, int]:
+        """Hit blocks for each group and the length of the hit in tokens, the same in all groups;
+        last the length that the full-attention groups alone would hit, if there are any."""
+
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Hit blocks for each group and the length of the hit in tokens, the same in all groups."""
+        return self.find_hit(block_hashes, max_cache_hit_length)[:2]
 
     def get_shared_prefix_length(self, block_hashes: Sequence[BlockHash], max_length: int) -> int:
         """Leading tokens that all full-attention groups have cached, 0 without such a group."""
@@ -180,9 +195,15 @@ class KVCacheCoordinator(ABC):
         for manager in self.single_type_managers:
             manager.cache_blocks(request, num_computed_tokens)
 
-    def forget_registered(self, block_ids: set[int]) -> None:
-        for manager in self.single_type_managers:
-            manager.forget_registered(block_ids)
+    def forget_registered(self, blocks: Iterable[tuple[int, KVCacheBlock]]) -> set[str]:
+        """Blocks, each with its group, became unfindable while in use; whose they are."""
+        by_group: dict[int, list[KVCacheBlock]] = {}
+        for group_id, block in blocks:
+            by_group.setdefault(group_id, []).append(block)
+        affected: set[str] = set()
+        for group_id, own in by_group.items():
+            affected |= self.single_type_managers[group_id].forget_registered(own)
+        return affected
 
     def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None:
         for manager in self.single_type_managers:
@@ -214,6 +235,8 @@ class KVCacheCoordinator(ABC):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget a request and hand its tables over, one after the other."""
         tables = [m.pop_blocks_for_free(request_id) for m in self.single_type_managers]
+        for manager in self.single_type_managers:
+            manager.has_detached_tables = True
         return [block for table in tables for block in table]
 
     def get_blocks(self, request_id: str) -> GroupBlocks:
@@ -230,15 +253,17 @@ class KVCacheCoordinator(ABC):
         for manager in self.single_type_managers:
             manager.new_step_starts()
 
-    def next_event_tokens(self, request_id: str, num_computed_tokens: int) -> int:
-        """The smallest number of slots at which any group has something to do."""
-        return min(
-            (
-                manager.next_event_tokens(request_id, num_computed_tokens)
-                for manager in self.single_type_managers
-            ),
-            default=NEVER,
-        )
+    def next_edges(self, request_id: str, num_computed_tokens: int) -> tuple[int, int]:
+        """The smallest number of slots at which any group has something to do, and the smallest
+        number of known tokens at which any registers a block."""
+        event = hash_ = NEVER
+        for manager in self.single_type_managers:
+            own_event, own_hash = manager.next_edges(request_id, num_computed_tokens)
+            if own_event < event:
+                event = own_event
+            if own_hash < hash_:
+                hash_ = own_hash
+        return (event if event < hash_ else hash_), hash_
 
     def next_hash_tokens(self, request_id: str) -> int:
         """The smallest number of known tokens at which any group registers a block."""
@@ -253,10 +278,10 @@ class KVCacheCoordinator(ABC):
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     """Any number of groups, none included; nothing is ever found."""
 
-    def find_longest_cache_hit(
+    def find_hit(
         self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        return tuple([] for _ in self.specs), 0
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int, int]:
+        return tuple([] for _ in self.specs), 0, 0
 
     def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
         pass
@@ -274,13 +299,16 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         self.pcp_world_size = options.pcp_world_size
         (manager,) = self.single_type_managers
         self.block_size = manager.block_size
-        assert options.hash_block_size == self.block_size, (
-            f"hash_block_size {options.hash_block_size} must be the block size {self.block_size}"
-        )
+        if options.hash_block_size != self.block_size:
+            raise ImpossibleCacheError(
+                f"hash_block_size {options.hash_block_size} must be the block size "
+                f"{self.block_size}, for there is one group",
+                "hash_block_size",
+            )
 
-    def find_longest_cache_hit(
+    def find_hit(
         self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int, int]:
         hits = type(self.single_type_managers[0]).find_longest_cache_hit(
             block_hashes,
             max_cache_hit_length,
@@ -292,7 +320,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             self.dcp_world_size,
             self.pcp_world_size,
         )
-        return hits, len(hits[0]) * self.block_size
+        length = len(hits[0]) * self.block_size
+        return hits, length, length
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,19 +343,27 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
     def __init__(self, kv_cache_config: KVCacheConfig, options: CoordinatorOptions) -> None:
         super().__init__(kv_cache_config, options)
-        assert options.dcp_world_size * options.pcp_world_size == 1, (
-            f"a hybrid model does not support context parallelism: "
-            f"decode_context_parallel_size {options.dcp_world_size}, "
-            f"prefill_context_parallel_size {options.pcp_world_size}"
-        )
+        if options.dcp_world_size * options.pcp_world_size != 1:
+            raise ImpossibleCacheError(
+                f"a hybrid model does not support context parallelism: "
+                f"decode_context_parallel_size {options.dcp_world_size}, "
+                f"prefill_context_parallel_size {options.pcp_world_size}; set both to 1",
+                "decode_context_parallel_size",
+            )
         self.hash_block_size = options.hash_block_size
         for spec in self.specs:
-            assert spec.block_size % self.hash_block_size == 0, (
-                f"KV block size {spec.block_size} is not a multiple of hash_block_size "
-                f"{self.hash_block_size}"
-            )
+            if spec.block_size % self.hash_block_size:
+                raise ImpossibleCacheError(
+                    f"KV block size {spec.block_size} is not a multiple of hash_block_size "
+                    f"{self.hash_block_size}",
+                    "hash_block_size",
+                )
         self.attention_groups = self._attention_groups()
-        assert len(set(self.specs)) > 1, "a hybrid model needs two different KV cache specs"
+        if len(set(self.specs)) == 1:
+            raise ImpossibleCacheError(
+                f"a hybrid model needs two different KV cache specs, but all {self.num_groups} "
+                f"groups have the same; make them one group"
+            )
         self.lcm_block_size = lcm(*(spec.block_size for spec in self.specs))
 
     def _attention_groups(self) -> list[_AttentionGroup]:
@@ -342,13 +379,14 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         # Full attention first: its hit bounds all others, and any prefix of it is a hit.
         return sorted(groups, key=lambda group: not group.is_full)
 
-    def find_longest_cache_hit(
+    def find_hit(
         self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int, int]:
         hits: dict[int, list[KVCacheBlock]] = {}
         # With one full group before one other, the other's first answer is final.
         one_round = len(self.attention_groups) == 2 and self.attention_groups[0].is_full
         length = max_cache_hit_length
+        full_length = 0
         while True:
             shorter = length
             for group in self.attention_groups:
@@ -372,6 +410,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
                 )
                 hits.update(zip(group.group_ids, found))
                 shorter = min(shorter, len(found[0]) * size)
+                if group.is_full:
+                    # Full groups come first and are looked up once.
+                    full_length = shorter
             if shorter >= length:
                 break
             length = shorter
@@ -381,7 +422,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             if group.is_full:
                 for group_id in group.group_ids:
                     del hits[group_id][length // group.spec.block_size :]
-        return tuple(hits[group_id] for group_id in range(self.num_groups)), length
+        found_hits = tuple(hits[group_id] for group_id in range(self.num_groups))
+        return found_hits, length, full_length
 
 
 def get_kv_cache_coordinator(

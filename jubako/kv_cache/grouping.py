@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from math import gcd
 
 from jubako.errors import ConfigError
+from jubako.kv_cache.checks import check_chunk_size, check_spec
 from jubako.kv_cache.config import KVCacheGroupSpec
+from jubako.kv_cache.errors import UnsupportedCacheError
 from jubako.kv_cache.specs import (
     ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -31,6 +34,10 @@ GROUP_SIZE_TOLERANCE = 1.25
 """The largest bucket of layers becomes the group size if it is less than this times the smallest:
 padding the smaller ones then costs less than splitting the larger ones."""
 
+MAX_EXTRA_SPLIT = 2
+"""A group size that wastes nothing is preferred if it splits the smallest bucket no further than
+this: every group costs time in each step."""
+
 
 def get_kv_cache_groups(
     config: SizingConfig, kv_cache_spec: dict[str, KVCacheSpec]
@@ -38,8 +45,8 @@ def get_kv_cache_groups(
     """Groups of the layers in `kv_cache_spec` (layer name to spec), `[]` for a model without KV.
 
     With `disable_hybrid_kv_cache_manager` the dict is edited in place: windowed layers become full.
-    ConfigError if layers cannot live together, NotImplementedError if their pages cannot be made
-    equal.
+    ConfigError if layers cannot live together; if their pages cannot be made equal it is a
+    NotImplementedError as well.
     """
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         unify_hybrid_kv_cache_specs(kv_cache_spec)
@@ -48,6 +55,8 @@ def get_kv_cache_groups(
         for name, spec in kv_cache_spec.items()
         if not isinstance(spec, EncoderOnlyAttentionSpec)
     }
+    for spec in layers.values():
+        check_spec(spec)
     if not layers:
         return []
     if is_kv_cache_spec_uniform(layers):
@@ -108,7 +117,7 @@ def unify_kv_cache_spec_page_size(
         elif largest % page == 0:
             unified[name] = spec.copy_with_new_block_size(spec.block_size * (largest // page))
         else:
-            raise NotImplementedError(
+            raise UnsupportedCacheError(
                 f"Layer {name} has KV pages of {page} bytes, which do not divide the largest page "
                 f"of {largest} bytes; these layers cannot share one pool of blocks."
             )
@@ -119,10 +128,7 @@ def _groups_of_equal_size(layers: Mapping[str, KVCacheSpec]) -> list[KVCacheGrou
     buckets: dict[KVCacheSpec, list[str]] = {}
     for name, spec in layers.items():
         buckets.setdefault(spec, []).append(name)
-    sizes = [len(names) for names in buckets.values()]
-    group_size = min(sizes)
-    if max(sizes) < GROUP_SIZE_TOLERANCE * group_size:
-        group_size = max(sizes)
+    group_size = _group_size([len(names) for names in buckets.values()])
     groups = []
     for names in buckets.values():
         if missing := -len(names) % group_size:
@@ -137,6 +143,17 @@ def _groups_of_equal_size(layers: Mapping[str, KVCacheSpec]) -> list[KVCacheGrou
         # Every count-th layer, so that each pipeline stage owns a share of every group.
         groups += [_group(names[i::count], layers) for i in range(count)]
     return groups
+
+
+def _group_size(sizes: list[int]) -> int:
+    """How many layers a group has, for buckets of these sizes."""
+    smallest, largest = min(sizes), max(sizes)
+    size = largest if largest < GROUP_SIZE_TOLERANCE * smallest else smallest
+    if any(n % size for n in sizes):
+        without_padding = gcd(*sizes)
+        if without_padding * MAX_EXTRA_SPLIT >= smallest:
+            return without_padding
+    return size
 
 
 def _group(names: list[str], layers: Mapping[str, KVCacheSpec]) -> KVCacheGroupSpec:
@@ -155,16 +172,3 @@ def _check_chunks(group: KVCacheGroupSpec) -> None:
     for spec in specs:
         if isinstance(spec, ChunkedLocalAttentionSpec):
             check_chunk_size(spec)
-
-
-def check_chunk_size(spec: ChunkedLocalAttentionSpec) -> None:
-    """ConfigError unless chunks begin at block borders.
-
-    A block that two chunks share would be dropped, or not looked up, while half of it is needed.
-    """
-    if spec.attention_chunk_size % spec.block_size:
-        raise ConfigError(
-            f"attention_chunk_size {spec.attention_chunk_size} is not a multiple of the KV block "
-            f"size {spec.block_size}; choose a block_size that divides it.",
-            "block_size",
-        )

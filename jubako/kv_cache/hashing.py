@@ -11,12 +11,13 @@ import logging
 import os
 import pickle
 import sys
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from hashlib import blake2b as _blake2b
 from hashlib import sha256 as _sha256
 from importlib import import_module
+from struct import error as struct_error
+from struct import iter_unpack, pack
 from typing import Any, overload
 
 import msgspec
@@ -95,6 +96,23 @@ def blake2b_block(parent: bytes, tokens: bytes, extra_keys: tuple[Any, ...] | No
     return _blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
 
 
+_EMPTY_BLAKE2B = _blake2b(digest_size=_DIGEST_BYTES)
+
+
+def blake2b_chain(parent: bytes, tokens: bytes, block_bytes: int) -> list[BlockHash]:
+    """`blake2b_block`, without extra keys, for one block of `block_bytes` after another."""
+    hashes: list[BlockHash] = []
+    append = hashes.append
+    # Copying a state spares the parsing of its parameters.
+    copy = _EMPTY_BLAKE2B.copy
+    for (chunk,) in iter_unpack(f"{block_bytes}s", tokens):
+        state = copy()
+        state.update(parent + chunk)
+        parent = state.digest()
+        append(parent)  # type: ignore[arg-type]  # a NewType costs a call
+    return hashes
+
+
 _HASH_FUNCTIONS: dict[str, tuple[HashFunction, tuple[str, ...]]] = {
     "blake2b": (blake2b, ()),
     "sha256": (sha256, ()),
@@ -166,10 +184,11 @@ def token_bytes(tokens: Any) -> bytes:
             if view.format == "i" and sys.byteorder == "little":
                 return view.tobytes()
             tokens = view.tolist()
-    packed = array("i", tokens)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    try:
+        return pack(f"<{len(tokens)}i", *tokens)
+    except struct_error as error:
+        fits_kind = all(isinstance(token, int) for token in tokens)
+        raise (OverflowError if fits_kind else TypeError)(f"token ids: {error}") from None
 
 
 class BlockHashListWithBlockSize(Sequence[BlockHash]):

@@ -6,27 +6,20 @@ ownership with the pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from math import lcm
 
 from jubako.kv_cache.blocks import KVCacheBlock, KVCacheBlocks
 from jubako.kv_cache.config import KVCacheConfig
 from jubako.kv_cache.coordinator import CoordinatorOptions, GroupBlocks, get_kv_cache_coordinator
+from jubako.kv_cache.errors import ImpossibleCacheError
 from jubako.kv_cache.events import BlockStored, Event, spec_kind
+from jubako.kv_cache.growth import BlockIds, Edges, TableGrowth
+from jubako.kv_cache.lookup_memory import CacheHit
 from jubako.kv_cache.managers import CrossAttentionManager
 from jubako.kv_cache.metrics import KVCacheMetricsCollector, PrefixCacheStats
 from jubako.kv_cache.request import KVCacheRequest
 from jubako.kv_cache.specs import cdiv
-
-
-class _Edges:
-    """Token counts below which nothing happens to a request."""
-
-    __slots__ = ("event", "hash")
-
-    def __init__(self, event: int, hash_: int) -> None:
-        self.event = event
-        self.hash = hash_
 
 
 class KVCacheManager:
@@ -57,13 +50,15 @@ class KVCacheManager:
         free_unhashed_first: bool = False,
         use_int_block_hashes: bool = False,
     ) -> None:
-        assert watermark >= 0, f"watermark is {watermark}; it must be at least 0"
+        if not 0 <= watermark < 1:
+            raise ImpossibleCacheError(
+                f"watermark is {watermark}; it must be at least 0 and below 1", "watermark"
+            )
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.use_eagle = use_eagle
         self.log_stats = log_stats
         self.metrics_collector = metrics_collector
-        self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.coordinator = get_kv_cache_coordinator(
             kv_cache_config,
             CoordinatorOptions(
@@ -81,16 +76,20 @@ class KVCacheManager:
                 use_int_block_hashes=use_int_block_hashes,
             ),
         )
+        self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.enable_caching = self.coordinator.enable_caching
         self.num_kv_cache_groups = self.coordinator.num_groups
         self.block_pool = self.coordinator.block_pool
+        self._growth = TableGrowth(
+            self.coordinator.single_type_managers, self.block_pool, self.enable_caching
+        )
         sizes = [manager.block_size for manager in self.coordinator.single_type_managers]
         self.scheduler_block_size = scheduler_block_size or lcm(*sizes)
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         # One for all results without blocks: decode steps make no garbage.
         self.empty_kv_cache_blocks = KVCacheBlocks(((),) * self.num_kv_cache_groups)
-        self._edges: dict[str, _Edges] = {}
-        self._last_lookup: tuple[object, KVCacheBlocks, int] = (None, self.empty_kv_cache_blocks, 0)
+        self._edges: dict[str, Edges] = {}
+        self._lookups = self.block_pool.lookup_memory
 
     @property
     def usage(self) -> float:
@@ -114,20 +113,15 @@ class KVCacheManager:
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0
-        hashes = request.block_hashes
-        # The head of the waiting queue is looked up in every step while it does not fit.
-        question = (
-            request.request_id,
-            request.num_tokens,
-            hashes[-1] if hashes else None,
-            self.block_pool.version,
-        )
-        if question == self._last_lookup[0]:
-            return self._last_lookup[1], self._last_lookup[2]
-        groups, length = self.coordinator.find_longest_cache_hit(hashes, request.num_tokens - 1)
-        blocks = self.create_kv_cache_blocks(groups)
-        self._last_lookup = question, blocks, length
-        return blocks, length
+        hit = self._lookups.get(request)
+        if hit is None:
+            groups, length, full_length = self.coordinator.find_hit(
+                request.block_hashes, request.num_tokens - 1
+            )
+            lost = max(full_length - length, 0)
+            hit = CacheHit(self.create_kv_cache_blocks(groups), length, lost)
+            self._lookups.put(request, hit)
+        return hit.blocks, hit.length
 
     def get_shared_prefix_tokens(self, request: KVCacheRequest) -> int:
         """Leading tokens that the full-attention groups have cached, whatever the others lack.
@@ -171,17 +165,20 @@ class KVCacheManager:
             raise ValueError(f"no tokens to allocate for request {request.request_id}")
         request_id = request.request_id
         edges = self._edges.get(request_id)
-        if edges is not None and (
-            request.num_computed_tokens + num_new_tokens + num_lookahead_tokens < edges.event
-            and new_computed_blocks is None
-            and not num_new_computed_tokens
-            and not num_external_computed_tokens
-            and not num_encoder_tokens
-            and not full_sequence_must_fit
-            and not reserved_blocks
-            and not self.watermark_blocks
+        if edges is not None and not (
+            new_computed_blocks is not None
+            or num_new_computed_tokens
+            or num_external_computed_tokens
+            or num_encoder_tokens
+            or full_sequence_must_fit
+            or reserved_blocks
+            or self.watermark_blocks
         ):
-            return self.empty_kv_cache_blocks
+            computed = request.num_computed_tokens
+            if computed + num_new_tokens + num_lookahead_tokens < edges.event:
+                return self.empty_kv_cache_blocks
+            if self._growth.applies and edges.uniform and not delay_cache_blocks:
+                return self._grow(request, edges, num_new_tokens, num_lookahead_tokens)
 
         local = request.num_computed_tokens + num_new_computed_tokens
         uncapped = local + num_external_computed_tokens
@@ -213,6 +210,8 @@ class KVCacheManager:
         if needed + watermark > self.block_pool.get_num_free_blocks() - reserved_blocks:
             return None
 
+        # Answered: what it registers itself from here on need not be compared with its hashes.
+        lookup = self._lookups.take(request_id) if self._lookups.active else None
         if any_hits or num_external_computed_tokens > 0:
             coordinator.allocate_new_computed_blocks(
                 request_id, hits, local, num_external_computed_tokens
@@ -220,11 +219,51 @@ class KVCacheManager:
         new_blocks = coordinator.allocate_new_blocks(request_id, slots, main, num_encoder_tokens)
         if self.enable_caching and not delay_cache_blocks:
             # Known tokens only: drafts may be rejected.
-            coordinator.cache_blocks(request, min(main, request.num_tokens))
+            coordinator.cache_blocks(request, min(main, request.num_tokens, self.max_model_len))
         if edges is None:
-            self._record_lookup(request, num_new_computed_tokens, hits)
-        self._set_edges(request_id, total)
+            self._record_lookup(request, num_new_computed_tokens, hits, lookup)
+            self._edges[request_id] = edges = Edges()
+        edges.move(*coordinator.next_edges(request_id, total))
         return self.create_kv_cache_blocks(new_blocks)
+
+    def grow_decodes(
+        self, requests: Sequence[KVCacheRequest], new_block_ids: dict[str, BlockIds]
+    ) -> bool:
+        """`allocate_slots(request, 1)` for requests that lack the KV of their last token only.
+
+        The ids of new blocks are noted by request id. False if the pool has too few for all: some
+        may have got theirs.
+        """
+        edges = [self._edges[request.request_id] for request in requests]
+        if (
+            self._growth.block_size is not None
+            and not self.watermark_blocks
+            and all(edge.uniform for edge in edges)
+        ):
+            return self._growth.grow_decodes(requests, edges, new_block_ids)
+        for request in requests:
+            blocks = self.allocate_slots(request, 1)
+            if blocks is None:
+                return False
+            if not blocks.is_empty:
+                new_block_ids[request.request_id] = blocks.get_block_ids()
+        return True
+
+    def _grow(
+        self, request: KVCacheRequest, edges: Edges, num_new_tokens: int, num_lookahead_tokens: int
+    ) -> KVCacheBlocks | None:
+        """`allocate_slots` for a running request that has reached an edge."""
+        growth = self._growth
+        total = min(request.num_computed_tokens, self.max_model_len)
+        main = total + num_new_tokens
+        slots = min(main + num_lookahead_tokens, self.max_model_len)
+        known = min(main, request.num_tokens, self.max_model_len)
+        blocks = growth.grow(request, total, slots, known)
+        if blocks is None:
+            return None
+        request_id = request.request_id
+        edges.move(growth.next_event_tokens(request_id, total), growth.next_hash_tokens(request_id))
+        return self.create_kv_cache_blocks(blocks)
 
     def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
         """Make the blocks that those tokens fill findable, for instance when loaded KV arrived."""
@@ -243,8 +282,71 @@ class KVCacheManager:
 
     def free(self, request: KVCacheRequest) -> None:
         """Release all blocks of a request, deepest first; also for one that never had any."""
-        self._edges.pop(request.request_id, None)
-        self.coordinator.free(request.request_id)
+        request_id = request.request_id
+        self._edges.pop(request_id, None)
+        if self._lookups.active:
+            self._lookups.take(request_id)
+        self.coordinator.free(request_id)
+
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """Keep of a request's tables what holds its first `num_tokens` tokens; free the rest.
+
+        Recurrent groups cannot step back, so with one of them `free` is the only way.
+        """
+        for manager in self.coordinator.single_type_managers:
+            manager.truncate(request_id, num_tokens)
+        edges = self._edges.get(request_id)
+        if edges is not None:
+            edges.move(*self.coordinator.next_edges(request_id, num_tokens))
+            edges.uniform = False
+
+    def longest_intact_prefix(
+        self, request_id: str, num_tokens: int, damaged: Set[int], alignment: int
+    ) -> int:
+        """The most tokens, up to `num_tokens`, that a request can keep without `damaged` blocks.
+
+        A multiple of `alignment`, or `num_tokens` itself: from there every group can go on with
+        the blocks that its table holds.
+        """
+        managers = self.coordinator.single_type_managers
+        tables = self.coordinator.get_blocks(request_id)
+        length = num_tokens
+        while length > 0:
+            shorter = length
+            for manager, table in zip(managers, tables):
+                first = max(manager.get_num_skipped_tokens(length), 0) // manager.block_size
+                for index in range(first, cdiv(length, manager.block_size)):
+                    if (
+                        index >= len(table)
+                        or table[index].is_null
+                        or table[index].block_id in damaged
+                    ):
+                        shorter = min(shorter, index * manager.block_size)
+                        break
+            if shorter == length:
+                return length
+            # A window that is not intact at one length may be so at any shorter one.
+            length = (length - 1) // alignment * alignment
+            if all(manager.get_num_skipped_tokens(length) <= 0 for manager in managers):
+                length = min(length, shorter // alignment * alignment)
+        return 0
+
+    def num_blocks_to_finish(self, request: KVCacheRequest) -> int:
+        """Blocks that a request with a table still takes until its known tokens are computed."""
+        length = min(request.num_tokens, self.max_model_len)
+        return self.coordinator.get_num_blocks_to_allocate(
+            request.request_id,
+            length,
+            self.empty_kv_cache_blocks.blocks,
+            0,
+            request.num_computed_tokens,
+            length,
+        )
+
+    def num_blocks_held(self, request_id: str) -> int:
+        """Blocks in a request's tables."""
+        tables = self.coordinator.get_blocks(request_id)
+        return sum(not block.is_null for table in tables for block in table)
 
     def pop_blocks_for_free(self, request: KVCacheRequest) -> list[KVCacheBlock]:
         """Forget a request but keep its blocks in use, for a step that may still write them.
@@ -252,6 +354,7 @@ class KVCacheManager:
         The caller later passes the reversed list to `block_pool.free_blocks`.
         """
         self._edges.pop(request.request_id, None)
+        self._lookups.take(request.request_id)
         return self.coordinator.pop_blocks_for_free(request.request_id)
 
     def next_event_tokens(self, request_id: str) -> int:
@@ -268,6 +371,7 @@ class KVCacheManager:
 
     def new_step_starts(self) -> None:
         """To be called before each step is planned: states of the last one can now be shared."""
+        self.block_pool.forget_new_block_ids()
         self.coordinator.new_step_starts()
 
     def reset_prefix_cache(self) -> bool:
@@ -284,13 +388,14 @@ class KVCacheManager:
         Running requests that hold them register them again with their next call: by then they must
         have been computed anew.
         """
-        ids = set(block_ids)
-        self.block_pool.evict_blocks(ids)
-        live = {i for i in ids if self.block_pool.blocks[i].ref_cnt > 0}
-        if live:
-            self.coordinator.forget_registered(live)
-            for edges in self._edges.values():
-                edges.event = edges.hash = 0
+        in_use = self.block_pool.evict_blocks(set(block_ids))
+        if not in_use:
+            return
+        for request_id in self.coordinator.forget_registered(in_use):
+            edges = self._edges.get(request_id)
+            if edges is not None:
+                edges.move(0, 0)
+                edges.uniform = False
 
     def evict_uncomputed_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Make a request's blocks beyond its computed tokens unfindable.
@@ -310,6 +415,14 @@ class KVCacheManager:
         already moved their states to where the step would have ended.
         """
         return self.block_pool.take_registered_block_ids()
+
+    def take_new_block_ids(self) -> list[int]:
+        """Ids handed out in this step since the last call, for whoever must clear their memory."""
+        return self.block_pool.take_new_block_ids()
+
+    def settle_registered_blocks(self) -> None:
+        """The steps that fill the registered blocks run for certain: forget their ids."""
+        self.block_pool.settle_registered_blocks()
 
     def take_events(self) -> list[Event]:
         """The events since the last call, stores with their group's attention type."""
@@ -352,17 +465,12 @@ class KVCacheManager:
         """Wrap blocks for each group; without any, the shared empty result."""
         return KVCacheBlocks(tuple(blocks)) if any(blocks) else self.empty_kv_cache_blocks
 
-    def _set_edges(self, request_id: str, total: int) -> None:
-        event = self.coordinator.next_event_tokens(request_id, total)
-        hash_ = self.coordinator.next_hash_tokens(request_id)
-        edges = self._edges.get(request_id)
-        if edges is None:
-            self._edges[request_id] = _Edges(event, hash_)
-        else:
-            edges.event, edges.hash = event, hash_
-
     def _record_lookup(
-        self, request: KVCacheRequest, num_hit_tokens: int, hits: GroupBlocks
+        self,
+        request: KVCacheRequest,
+        num_hit_tokens: int,
+        hits: GroupBlocks,
+        lookup: CacheHit | None,
     ) -> None:
         """Count a lookup when its request is admitted: before, it may be repeated any time."""
         stats = self.prefix_cache_stats
@@ -371,4 +479,6 @@ class KVCacheManager:
         if num_hit_tokens and all(block.is_null for group in hits for block in group):
             stats.null_hits += num_hit_tokens
             num_hit_tokens = 0
+        if lookup is not None:
+            stats.lost_hits += lookup.lost
         stats.record(request.num_tokens, num_hit_tokens, request.num_preemptions > 0)

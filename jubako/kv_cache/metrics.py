@@ -23,6 +23,8 @@ class PrefixCacheStats(msgspec.Struct):
     Queries and hits are tokens. Requests that come back after a preemption are counted apart, since
     they nearly always hit. `null_hits` are hit tokens for which no cached block stands: chunked
     attention never reads earlier chunks, so that even an empty cache lets a request skip them.
+    `lost_hits` are tokens that full-attention groups had cached beyond the hit: other groups lacked
+    what they need to go on from there.
     """
 
     reset: bool = False
@@ -33,6 +35,7 @@ class PrefixCacheStats(msgspec.Struct):
     preempted_queries: int = 0
     preempted_hits: int = 0
     null_hits: int = 0
+    lost_hits: int = 0
 
     def record(self, num_tokens: int, num_hits: int, preempted: bool) -> None:
         if preempted:

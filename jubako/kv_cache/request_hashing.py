@@ -16,6 +16,7 @@ from jubako.kv_cache.hashing import (
     HashFunction,
     blake2b,
     blake2b_block,
+    blake2b_chain,
     hash_block_tokens,
     init_none_hash,
     token_bytes,
@@ -92,6 +93,17 @@ def get_request_block_hasher(block_size: int, caching_hash_fn: HashFunction) -> 
         full = request.num_tokens // block_size
         if full <= known:
             return []
+        if (
+            full == known + 1
+            and known
+            and caching_hash_fn is blake2b
+            and not request.mm_features
+            and not request.lora_request
+            and request.prompt_embeds is None
+        ):
+            # A decode has filled a block: nothing but its tokens counts.
+            tokens = token_bytes(request.all_token_ids[known * block_size : full * block_size])
+            return blake2b_chain(request.block_hashes[-1], tokens, block_size * _TOKEN_BYTES)
         return _hash_blocks(request, known, full, block_size, caching_hash_fn)
 
     return hash_full_blocks
@@ -108,6 +120,8 @@ def _hash_blocks(
     stride = block_size * _TOKEN_BYTES if fast else block_size
     parent = request.block_hashes[-1] if known else hashing.NONE_HASH
     plain = not need_extra_keys(request) and request.prompt_embeds is None
+    if fast and plain:
+        return blake2b_chain(parent, tokens, stride)
     # Begins at the first item that is not over yet: a later item must never hide an earlier one.
     mm_idx = 0 if plain else _first_open_item(request.mm_features or (), first)
     keys: ExtraKeys = None

@@ -16,7 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from jubako.errors import ConfigError
+from jubako.kv_cache.checks import check_positive
 from jubako.kv_cache.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from jubako.kv_cache.errors import ImpossibleCacheError
 from jubako.kv_cache.grouping import get_kv_cache_groups
 from jubako.kv_cache.specs import (
     KVCacheSpec,
@@ -179,7 +181,8 @@ def resolve_kv_cache_block_sizes(
             )
         return common, override
     if not cache.enable_prefix_caching:
-        connector = getattr(config, "kv_transfer_config", None) is not None
+        transfer = getattr(config, "kv_transfer_config", None)
+        connector = getattr(transfer, "kv_connector", transfer) is not None
         # A state without prefix caching has a block as long as the context; dividing by it would
         # leave blocks of a few tokens to hash.
         odd_state = any(
@@ -197,9 +200,10 @@ def _group_workers(
     merged: dict[str, KVCacheSpec] = {}
     for layers in kv_cache_specs:
         for name, spec in layers.items():
-            assert merged.setdefault(name, spec) == spec, (
-                f"layer {name} has two KV cache specs: {merged[name]} and {spec}"
-            )
+            if merged.setdefault(name, spec) != spec:
+                raise ImpossibleCacheError(
+                    f"layer {name} has two KV cache specs: {merged[name]} and {spec}"
+                )
     groups = get_kv_cache_groups(config, merged)
     return groups, [[_project(group, layers) for group in groups] for layers in kv_cache_specs]
 
@@ -221,7 +225,8 @@ def _bytes_per_block(groups: Sequence[KVCacheGroupSpec]) -> int:
     if isinstance(owned[0].kv_cache_spec, UniformTypeKVCacheSpecs):
         return owned[0].kv_cache_spec.page_size_bytes
     pages = {group.kv_cache_spec.page_size_bytes for group in owned}
-    assert len(pages) == 1, f"groups have different page sizes: {sorted(pages)}"
+    if len(pages) != 1:
+        raise ImpossibleCacheError(f"groups have different page sizes: {sorted(pages)}")
     return pages.pop() * max(len(group.layer_names) for group in owned)
 
 
@@ -316,6 +321,9 @@ def _check_memory(
     available_memory: Sequence[int],
 ) -> None:
     """ConfigError that names need, memory and the longest length, if one request would not fit."""
+    override = config.cache_config.num_gpu_blocks_override
+    if override is not None:
+        check_positive("num_gpu_blocks_override", override, "num_gpu_blocks_override")
     for groups, available in zip(by_worker, available_memory, strict=True):
         if not _bytes_per_block(groups):
             continue

@@ -12,6 +12,9 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Protocol, Self
 
+from jubako.errors import ConfigError
+from jubako.kv_cache.errors import ImpossibleCacheError
+
 DTYPE_BYTES: dict[str, int] = {
     "float64": 8,
     "int64": 8,
@@ -51,18 +54,21 @@ def cdiv(a: int, b: int) -> int:
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element of `dtype`. ValueError for a name that is not in `DTYPE_BYTES`."""
+    """Bytes of one element of `dtype`. ConfigError for a name that is not in `DTYPE_BYTES`."""
     try:
         return DTYPE_BYTES[dtype]
     except KeyError:
         known = ", ".join(DTYPE_BYTES)
-        raise ValueError(f"KV cache dtype {dtype!r} is unknown; known are {known}") from None
+        raise ConfigError(f"KV cache dtype {dtype!r} is unknown; known are {known}") from None
 
 
 def _padded(size: int, padded: int | None) -> int:
     if padded is None:
         return size
-    assert padded >= size, f"page_size_padded {padded} is below the page's real size {size}"
+    if padded < size:
+        raise ImpossibleCacheError(
+            f"page_size_padded {padded} is below the page's real size {size}"
+        )
     return padded
 
 
@@ -203,9 +209,11 @@ class SlidingWindowSpec(AttentionSpec):
 
     def max_memory_usage_bytes(self, config: SizingConfig) -> int:
         dcp = config.parallel_config.decode_context_parallel_size
-        assert dcp == 1, (
-            f"decode_context_parallel_size is {dcp}; with sliding-window layers it must be 1"
-        )
+        if dcp != 1:
+            raise ImpossibleCacheError(
+                f"decode_context_parallel_size is {dcp}; with sliding-window layers it must be 1",
+                "decode_context_parallel_size",
+            )
         return _capped_bytes(self, config)
 
 

@@ -128,6 +128,8 @@ class FakeRequest:
     cache_salt: str | None = None
     prompt_embeds: Any = None
     block_hashes: list[Any] = field(default_factory=list)
+    num_registered_tokens: int = 0
+    """Tokens that were known, and up for registering, at the last caching call."""
 
     def __post_init__(self) -> None:
         self.hasher = get_request_block_hasher(self.hash_block_size, self.hash_fn)

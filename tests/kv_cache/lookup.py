@@ -38,9 +38,10 @@ def oracle(
     cached: Sequence[Collection[int]],
     max_length: int,
     eagle_groups: Collection[int] = (),
+    alignment: int = 1,
 ) -> int:
     """The longest hit when group g has the block indices `cached[g]`."""
-    step = lcm(*(spec.block_size for spec in specs))
+    step = lcm(alignment, *(spec.block_size for spec in specs))
     for length in range(max_length // step * step, 0, -step):
         if all(
             _servable(spec, cached[g], length, max_length, g in eagle_groups)

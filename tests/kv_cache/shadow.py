@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from jubako.kv_cache import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
@@ -58,14 +59,20 @@ def _drafts(spec: MambaSpec) -> bool:
 
 
 class ShadowMemory:
+    """Encoder outputs of cross attention are not played."""
+
     def __init__(self, specs: Sequence[KVCacheSpec]) -> None:
-        self.specs = specs
+        self.groups = [
+            (group, spec)
+            for group, spec in enumerate(specs)
+            if not isinstance(spec, CrossAttentionSpec)
+        ]
         self.tokens: dict[tuple[int, int], int] = {}
         self.states: dict[int, int] = {}
 
     def load(self, part: Part) -> None:
         """What the connector brings."""
-        for group, spec in enumerate(self.specs):
+        for group, spec in self.groups:
             size = spec.block_size
             for index, block_id in enumerate(part.tables[group]):
                 if block_id in part.loaded[group]:
@@ -80,7 +87,7 @@ class ShadowMemory:
         for part in parts:
             self.load(part)
         for part in parts:
-            for group, spec in enumerate(self.specs):
+            for group, spec in self.groups:
                 if isinstance(spec, MambaSpec) and part.computed and not _drafts(spec):
                     block_id = part.tables[group][(part.computed - 1) // spec.block_size]
                     assert self.states.get(block_id) == part.content[part.computed], (
@@ -92,7 +99,7 @@ class ShadowMemory:
             self._read(part)
 
     def _write(self, part: Part) -> None:
-        for group, spec in enumerate(self.specs):
+        for group, spec in self.groups:
             size, row = spec.block_size, part.tables[group]
             if isinstance(spec, MambaSpec):
                 if _drafts(spec):
@@ -109,7 +116,7 @@ class ShadowMemory:
                 self.tokens[row[p // size], p % size] = part.content[p + 1]
 
     def _read(self, part: Part) -> None:
-        for group, spec in enumerate(self.specs):
+        for group, spec in self.groups:
             if isinstance(spec, MambaSpec) or part.stop == part.computed:
                 continue
             size, row = spec.block_size, part.tables[group]

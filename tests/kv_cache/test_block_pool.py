@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jubako.kv_cache import BlockPool
+from jubako.kv_cache.recent_blocks import RecentBlocks
 
 from .fakes import request
 
@@ -192,6 +193,27 @@ def test_registered_ids():
     registered(pool, request("a", 8))
     assert pool.take_registered_block_ids() == [1, 2]
     assert pool.take_registered_block_ids() == []
+
+
+def test_new_ids():
+    pool = BlockPool(6, True, 4)
+    first = pool.get_new_blocks(2)
+    pool.free_blocks(first)
+    pool.get_new_blocks(3)
+    assert pool.take_new_block_ids() == [1, 2, 3, 4, 5]
+    assert pool.take_new_block_ids() == []
+    pool.free_blocks(pool.blocks[3:6])
+    pool.get_new_blocks(1)
+    assert pool.take_new_block_ids() == [1]
+
+
+def test_ids_that_nobody_takes_do_not_pile_up():
+    recent = RecentBlocks(4)
+    blocks = BlockPool(4, True, 4).blocks
+    for _ in range(100):
+        recent.add(blocks[1:])
+        assert len(recent._blocks) <= 8
+    assert recent.take() == [1, 2, 3]
 
 
 def test_without_caching_nothing_is_evicted(monkeypatch):

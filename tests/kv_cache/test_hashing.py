@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from jubako.kv_cache import (
     need_extra_keys,
 )
 from jubako.kv_cache.events import external_block_hash
+from jubako.scheduler import LoRARequest
 
 from .fakes import NIGHTLY, feature, lora, request
 
@@ -196,6 +198,13 @@ def test_extra_keys():
     assert keys_of(request("a", 8, cache_salt="s")) == [("s",), None]
     assert keys_of(request("a", 8)) == [None, None]
     assert keys_of(request("a", 4, lora_request=lora("ad1", 3))) == [("ad1", 3)]
+
+
+def test_adapter_that_was_loaded_again():
+    old, new = (LoRARequest("x", 1, load_generation=n) for n in (0, 2))
+    assert keys_of(request("a", 4, lora_request=old)) == [("x",)]
+    assert keys_of(request("a", 4, lora_request=new)) == [("x", 2)]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(new), type=LoRARequest) == new
 
 
 def test_media_example():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from jubako.errors import ConfigError
 from jubako.kv_cache import KVCacheBlocks
+from jubako.kv_cache.lookup_memory import MAX_CHANGES, MAX_LOOKUPS
 
 from .fakes import (
     admit,
@@ -122,23 +125,96 @@ def test_lookup_is_skipped(m):
     assert off.get_computed_blocks(request("b", 9)) == (off.empty_kv_cache_blocks, 0)
 
 
-def test_lookup_is_repeated_only_when_something_changed(m, monkeypatch):
+@pytest.fixture
+def lookups(m, monkeypatch):
+    """The lookups that `m` really makes."""
+    calls = []
+    find = m.coordinator.find_hit
+    monkeypatch.setattr(m.coordinator, "find_hit", lambda *args: calls.append(args) or find(*args))
+    return calls
+
+
+def test_lookup_is_repeated_only_when_something_changed(m, lookups):
     a = request("a", 9)
     admit(m, a)
-    calls = []
-    find = m.coordinator.find_longest_cache_hit
-    monkeypatch.setattr(
-        m.coordinator,
-        "find_longest_cache_hit",
-        lambda *args: calls.append(args) or find(*args),
-    )
+    del lookups[:]
     b = request("b", [*range(8), 70, 71])
     first = m.get_computed_blocks(b)
     assert m.get_computed_blocks(b) == first
-    assert len(calls) == 1
+    assert len(lookups) == 1
+    # What others do is of no interest.
+    admit(m, request("c", range(200, 209)))
+    del lookups[:]
+    assert m.get_computed_blocks(b) == first
+    assert lookups == []
     m.evict_blocks({2})
     assert m.get_computed_blocks(b)[1] == 4
-    assert len(calls) == 2
+    assert len(lookups) == 1
+    b.extend([72])
+    m.get_computed_blocks(b)
+    assert len(lookups) == 2
+
+
+def test_lookups_of_many_waiting_requests_are_remembered(m, lookups):
+    admit(m, request("a", 9))
+    waiting = [request(f"w{i}", [*range(8), 50 + i]) for i in range(9)]
+    del lookups[:]
+    for _ in range(3):
+        assert [m.get_computed_blocks(r)[1] for r in waiting] == [8] * 9
+    assert len(lookups) == 9
+    # A prefix that one of them shares grows.
+    admit(m, request("b", [*range(8), 53, 60, 61, 62, 63]))
+    del lookups[:]
+    assert [m.get_computed_blocks(r)[1] for r in waiting] == [8] * 9
+    assert lookups == []
+    longer = request("l", [*range(8), 53, 60, 61, 62, 99])
+    assert m.get_computed_blocks(longer)[1] == 12
+    assert m.reset_prefix_cache() is False
+    m.block_pool.evict_blocks({1})
+    assert [m.get_computed_blocks(r)[1] for r in [*waiting, longer]] == [0] * 10
+
+
+def test_memory_of_lookups_is_bounded(m):
+    memory = m.block_pool.lookup_memory
+    for i in range(100):
+        m.get_computed_blocks(request(f"w{i}", [i] * 9))
+    assert len(memory) == MAX_LOOKUPS
+    for i in range(MAX_CHANGES):
+        memory.changed([bytes([i % 256])])
+    assert len(memory) == MAX_LOOKUPS
+    memory.changed([b"one too many"])
+    assert len(memory) == 0
+    assert not memory.active
+
+
+def test_lookups_are_forgotten_with_the_cache(m):
+    a, b = request("a", 9), request("b", 9)
+    admit(m, a)
+    m.free(a)
+    assert m.get_computed_blocks(b)[1] == 8
+    assert m.block_pool.reset_prefix_cache()
+    assert m.get_computed_blocks(b)[1] == 0
+
+
+def test_requests_that_end_are_not_remembered(m):
+    memory = m.block_pool.lookup_memory
+    a, b, c = (request(name, 9) for name in "abc")
+    for req in (a, b, c):
+        m.get_computed_blocks(req)
+    admit(m, a)
+    m.free(b)
+    assert len(memory) == 1
+    m.pop_blocks_for_free(c)
+    assert (len(memory), memory.active) == (0, False)
+
+
+def test_nothing_is_registered_without_caching():
+    m = make_manager(full(), window(8), enable_caching=False)
+    a = request("a", 9)
+    step(m, a, 9)
+    m.cache_blocks(a, 9)
+    assert hashed(m) == []
+    assert m.make_prefix_cache_stats() is None
 
 
 def test_watermark():
@@ -371,3 +447,97 @@ def test_late_tokens_are_registered(m):
     assert hashed(m) == [1, 2]
     step(m, a, 1)
     assert table(m, a) == [1, 2, 3]
+
+
+def test_new_block_ids():
+    m = make_manager(full(), window(8), num_blocks=20)
+    a = request("a", 9)
+    admit(m, a)
+    assert m.take_new_block_ids() == [1, 2, 3, 4, 5, 6]
+    # Hits hold what they hold.
+    admit(m, request("b", [*range(8), 50]))
+    assert m.take_new_block_ids() == [7, 8]
+    m.free(a)
+    assert m.take_new_block_ids() == []
+    admit(m, request("c", range(60, 64)))
+    m.new_step_starts()
+    assert m.take_new_block_ids() == []
+
+
+class Untouched(list):
+    """A table that must not be walked."""
+
+    def __iter__(self):
+        raise AssertionError("walked")
+
+
+def test_eviction_of_blocks_in_use_looks_at_their_requests_only():
+    m = make_manager(full(), window(8), num_blocks=400)
+    others = [request(f"o{i}", range(1000 * i, 1000 * i + 20)) for i in range(1, 9)]
+    for other in others:
+        admit(m, other)
+    a, b, c = request("a", 16), request("b", [*range(16), 50]), request("c", [*range(8), 60])
+    for req in (a, b, c):
+        admit(m, req)
+    shared = m.get_blocks("a").blocks[0]
+    for manager in m.coordinator.single_type_managers:
+        for other in others:
+            table_of = manager.req_to_blocks
+            table_of[other.request_id] = Untouched(table_of[other.request_id])
+    m.evict_blocks({shared[1].block_id, shared[3].block_id})
+    full_manager, window_manager = m.coordinator.single_type_managers
+    registered = full_manager.num_cached_block
+    assert [registered[name] for name in "abc"] == [1, 1, 1]
+    assert all(registered[other.request_id] == 5 for other in others)
+    assert [window_manager.num_cached_block[name] for name in "ab"] == [4, 4]
+    assert [m.next_event_tokens(name) for name in "abc"] == [0, 0, 0]
+    assert all(m.next_event_tokens(other.request_id) > 0 for other in others)
+    # Each makes its own blocks findable again.
+    a.extend([70])
+    step(m, a, 1)
+    assert m.get_computed_blocks(request("d", 17))[1] == 16
+
+
+def test_eviction_finds_those_who_hit_a_block_of_a_request_that_is_gone():
+    m = make_manager(full(), num_blocks=40)
+    a = request("a", 16)
+    admit(m, a)
+    b = request("b", [*range(16), 50])
+    admit(m, b)
+    m.free(a)
+    m.evict_blocks({table(m, b)[2]})
+    assert m.coordinator.single_type_managers[0].num_cached_block == {"b": 2}
+    b.extend([51])
+    step(m, b, 1)
+    assert m.get_computed_blocks(request("c", 17))[1] == 16
+
+
+@pytest.mark.parametrize(
+    "specs", [[full()], [full(), window(8), window(13)], [full(), mamba(), chunked(8)]], ids=str
+)
+def test_same_calls_same_ids(specs):
+    """Whatever the requests are called, and whatever else came before them in other managers."""
+
+    def play(names):
+        rng = Random(3)
+        m = make_manager(*specs, num_blocks=60)
+        live, seen = [], []
+        for turn in range(200):
+            m.new_step_starts()
+            if rng.random() < 0.4:
+                tokens = [*range(rng.randint(0, 30)), *range(7000 + turn, 7003 + turn)]
+                req = request(names(turn), tokens)
+                if admit(m, req) is not None:
+                    live.append(req)
+            for req in live:
+                if rng.random() < 0.5:
+                    req.extend([turn])
+                    if step(m, req, 1) is None:
+                        del req.all_token_ids[-1]
+            if live and rng.random() < 0.3:
+                m.free(live.pop(rng.randrange(len(live))))
+            seen.append([m.get_block_ids(req.request_id) for req in live])
+            seen.append(queue(m))
+        return seen
+
+    assert play(str) == play(lambda turn: f"{turn * 7919 % 1000}-{'x' * (turn % 5)}")

@@ -7,6 +7,7 @@ request finds, wherever it reads, the KV that it would have computed itself.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from math import lcm
 from random import Random
@@ -22,13 +23,21 @@ from hypothesis.stateful import (
     rule,
 )
 
-from jubako.kv_cache import KVCacheBlock, KVCacheManager, KVCacheSpec, MambaSpec
+from jubako.kv_cache import (
+    CrossAttentionSpec,
+    KVCacheBlock,
+    KVCacheManager,
+    KVCacheSpec,
+    MambaSpec,
+)
+from jubako.kv_cache.managers import FullAttentionManager
 from jubako.kv_cache.specs import cdiv
 
 from .fakes import (
     NIGHTLY,
     FakeRequest,
     chunked,
+    cross,
     engine_config,
     full,
     make_manager,
@@ -44,6 +53,11 @@ from .shadow import Part, ShadowMemory, contents
 
 LIMIT = 64
 BUDGET = 12
+ENCODER_TOKENS = 10
+WANTED_OPERATIONS = 200_000 if NIGHTLY else 5_000
+
+operations: Counter[str] = Counter()
+"""Checked operations, by machine."""
 LOGGER = logging.getLogger("jubako.kv_cache.block_pool")
 
 PROMPTS = [list(range(LIMIT)), [*range(16), *range(100, 148)]]
@@ -77,6 +91,8 @@ class Live:
 
 class ManagerMachine(RuleBasedStateMachine):
     specs: tuple[KVCacheSpec, ...] = (full(),)
+    dcp = 1
+    """Ranks among which a block is divided; the block sizes of `specs` are those of all ranks."""
     hash_block_size = 4
     caching = True
     use_eagle = False
@@ -89,11 +105,13 @@ class ManagerMachine(RuleBasedStateMachine):
         self.live: dict[str, Live] = {}
         self.detached: list[list[KVCacheBlock]] = []
 
-    @initialize(num_blocks=st.sampled_from([20, 28, 44]))
-    def start(self, num_blocks: int) -> None:
+    @initialize(num_blocks=st.sampled_from([20, 28, 44]), watermark=st.sampled_from([0, 0, 0.15]))
+    def start(self, num_blocks: int, watermark: float) -> None:
         self.num_blocks = num_blocks
         self.m: KVCacheManager = make_manager(
-            *self.specs,
+            *(spec.copy_with_new_block_size(spec.block_size // self.dcp) for spec in self.specs),
+            dcp_world_size=self.dcp,
+            watermark=watermark,
             num_blocks=num_blocks,
             max_model_len=LIMIT,
             hash_block_size=self.hash_block_size,
@@ -108,8 +126,11 @@ class ManagerMachine(RuleBasedStateMachine):
         self.replay = EventReplay()
         self.shadow = ShadowMemory(self.specs)
         self.evicted = False
+        self.cross = [isinstance(spec, CrossAttentionSpec) for spec in self.specs]
+        self.num_encoder_tokens = ENCODER_TOKENS if any(self.cross) else 0
         config = engine_config(
             max_model_len=LIMIT,
+            max_num_encoder_input_tokens=ENCODER_TOKENS,
             max_num_batched_tokens=BUDGET,
             mamba_cache_mode=next(
                 (s.mamba_cache_mode for s in self.specs if isinstance(s, MambaSpec)), "none"
@@ -160,36 +181,42 @@ class ManagerMachine(RuleBasedStateMachine):
         load_async=st.booleans(),
         delay=st.booleans(),
         whole=st.booleans(),
+        reserved=st.sampled_from([0, 0, 0, 2, 5]),
+        alone=st.booleans(),
     )
     def admit(
-        self, number: int, n: int, external: int, load_async: bool, delay: bool, whole: bool
+        self,
+        number: int,
+        n: int,
+        external: int,
+        load_async: bool,
+        delay: bool,
+        whole: bool,
+        reserved: int = 0,
+        alone: bool = False,
     ) -> None:
         r = self.choose(number, running=False, loading=False)
-        req, m = r.req, self.m
+        req = r.req
         assert req.num_computed_tokens == 0
         blocks, hit = self.checked_lookup(req)
         external = min(max(external, 0), req.num_tokens - 1 - hit) if self.external_allowed else 0
         load_async = load_async and external > 0
         n = 0 if load_async else min(n, req.num_tokens - hit - external)
-        if whole and not external:
-            before = snapshot(m)
-            held = self.checked_allocate(
-                r, n, hit, blocks, 0, False, 0, full_sequence_must_fit=True
-            )
-            if held is None and m.get_block_ids(req.request_id) == ([],) * len(self.specs):
-                assert snapshot(m) == before or self.room_for(r, n, hit, blocks)
-            return
-        self.checked_allocate(r, n, hit, blocks, external, load_async or (delay and external), 0)
+        self.checked_allocate(
+            r,
+            n,
+            hit,
+            blocks,
+            external,
+            load_async or (delay and external),
+            0,
+            num_encoder_tokens=self.num_encoder_tokens,
+            full_sequence_must_fit=whole,
+            reserved_blocks=reserved,
+            has_scheduled_reqs=not alone,
+        )
         if load_async and r.running:
             r.loading = True
-
-    def room_for(self, r: Live, n: int, hit: int, blocks) -> bool:
-        """The whole fits, so that it was the step that did not."""
-        whole = r.req.num_tokens
-        needed = self.m.coordinator.get_num_blocks_to_allocate(
-            r.req.request_id, whole, blocks.blocks, 0, hit, whole, True
-        )
-        return needed <= self.m.block_pool.get_num_free_blocks()
 
     @precondition(lambda self: self.choose(0, running=True, part=False, loading=False))
     @rule(
@@ -197,8 +224,9 @@ class ManagerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 3, 4, 8, 11, 12]),
         drafts=st.integers(0, 3),
         lookahead=st.integers(0, 3),
+        reserved=st.sampled_from([0, 0, 0, 0, 3]),
     )
-    def go_on(self, number: int, n: int, drafts: int, lookahead: int) -> None:
+    def go_on(self, number: int, n: int, drafts: int, lookahead: int, reserved: int = 0) -> None:
         r = self.choose(number, running=True, part=False, loading=False)
         req = r.req
         open_tokens = req.num_tokens - req.num_computed_tokens
@@ -211,7 +239,7 @@ class ManagerMachine(RuleBasedStateMachine):
             n += len(r.drafts)
         else:
             lookahead = 0
-        self.checked_allocate(r, n, 0, None, 0, False, lookahead)
+        self.checked_allocate(r, n, 0, None, 0, False, lookahead, reserved_blocks=reserved)
 
     @precondition(lambda self: self.choose(0, part=True, drafts=False))
     @rule(number=st.integers(0, 7), more=st.sampled_from([1, 2, 4, 7]))
@@ -347,16 +375,20 @@ class ManagerMachine(RuleBasedStateMachine):
             if r.loading:
                 # The connector has filled its blocks since.
                 self.shadow.load(r.part_loading)
-                self.m.cache_blocks(r.req, r.req.num_computed_tokens)
+                self.cache_late(r.req, r.req.num_computed_tokens)
                 r.loading = False
         self.m.new_step_starts()
         self.m.take_registered_block_ids()
+
+    def cache_late(self, req: FakeRequest, num_tokens: int) -> None:
+        self.m.cache_blocks(req, num_tokens)
+        req.num_registered_tokens = max(req.num_registered_tokens, num_tokens)
 
     def settle(self, r: Live, accepted: int) -> None:
         req, part = r.req, r.part
         r.part = None
         if part.delayed:
-            self.m.cache_blocks(req, min(part.stop, req.num_tokens))
+            self.cache_late(req, min(part.stop, req.num_tokens))
         if part.stop >= req.num_tokens:
             accepted = min(accepted, len(r.drafts))
             req.num_computed_tokens -= len(r.drafts) - accepted
@@ -370,7 +402,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def preempt_now(self, r: Live) -> None:
         self.release(r, False)
         r.part, r.loading, r.drafts, r.floor, r.failures = None, False, [], [], 0
-        r.req.num_computed_tokens = 0
+        r.req.num_computed_tokens = r.req.num_registered_tokens = 0
         r.req.num_preemptions += 1
         r.req.awaits_admission = True
 
@@ -400,7 +432,10 @@ class ManagerMachine(RuleBasedStateMachine):
         m = self.m
         before = snapshot(m)
         blocks, hit = m.get_computed_blocks(req)
-        m._last_lookup = (None, m.empty_kv_cache_blocks, 0)
+        # Once from memory, once without.
+        again = m.get_computed_blocks(req)
+        assert (again[0].get_block_ids(), again[1]) == (blocks.get_block_ids(), hit)
+        m.block_pool.lookup_memory.clear()
         again = m.get_computed_blocks(req)
         assert (again[0].get_block_ids(), again[1]) == (blocks.get_block_ids(), hit)
         assert snapshot(m) == before
@@ -431,7 +466,18 @@ class ManagerMachine(RuleBasedStateMachine):
         return blocks, hit
 
     def checked_allocate(
-        self, r, n, hit, blocks, external, delay, lookahead, full_sequence_must_fit=False
+        self,
+        r,
+        n,
+        hit,
+        blocks,
+        external,
+        delay,
+        lookahead,
+        num_encoder_tokens=0,
+        full_sequence_must_fit=False,
+        reserved_blocks=0,
+        has_scheduled_reqs=True,
     ):
         m, req = self.m, r.req
         request_id = req.request_id
@@ -442,34 +488,61 @@ class ManagerMachine(RuleBasedStateMachine):
         slots = min(main + lookahead, LIMIT)
         hits = blocks.blocks if blocks is not None else ((),) * len(self.specs)
         fast = slots < m.next_event_tokens(request_id) and blocks is None
-        if not fast and not full_sequence_must_fit:
-            m.coordinator.remove_skipped_blocks(request_id, total)
+        held_back = m.watermark_blocks if has_scheduled_reqs and req.awaits_admission else 0
+        options = {
+            "num_encoder_tokens": num_encoder_tokens,
+            "full_sequence_must_fit": full_sequence_must_fit,
+            "reserved_blocks": reserved_blocks,
+            "has_scheduled_reqs": has_scheduled_reqs,
+        }
         before, free = snapshot(m), m.block_pool.get_num_free_blocks()
+        if full_sequence_must_fit:
+            whole = m.coordinator.get_num_blocks_to_allocate(
+                request_id,
+                req.num_tokens,
+                hits,
+                num_encoder_tokens,
+                computed,
+                req.num_tokens,
+                True,
+            )
+            if whole + held_back > free:
+                assert m.allocate_slots(req, n, hit, blocks, 0, external, delay, **options) is None
+                assert snapshot(m) == before
+                return None
+        if not fast:
+            m.coordinator.remove_skipped_blocks(request_id, total)
+            before, free = snapshot(m), m.block_pool.get_num_free_blocks()
         needed = m.coordinator.get_num_blocks_to_allocate(
-            request_id, slots, hits, 0, computed, main
+            request_id, slots, hits, num_encoder_tokens, computed, main
         )
+        m.take_new_block_ids()
         added = m.allocate_slots(
-            req,
-            n,
-            hit,
-            blocks,
-            lookahead,
-            external,
-            delay_cache_blocks=bool(delay),
-            full_sequence_must_fit=full_sequence_must_fit,
+            req, n, hit, blocks, lookahead, external, delay_cache_blocks=bool(delay), **options
         )
         now_free = m.block_pool.get_num_free_blocks()
+        fits = needed + held_back <= free - reserved_blocks
+        assert (added is not None) == fits
         if added is None:
-            assert full_sequence_must_fit or needed > free
-            if not full_sequence_must_fit:
-                assert snapshot(m) == before
+            assert snapshot(m) == before
+            assert m.take_new_block_ids() == []
             r.drafts = []
             return None
+        if self.caching and not delay:
+            known = min(main, req.num_tokens)
+            req.num_registered_tokens = max(req.num_registered_tokens, known)
         if fast:
             assert (needed, added) == (0, m.empty_kv_cache_blocks)
             assert snapshot(m) == before
         assert free - now_free == needed
         tables = [list(ids) for ids in m.get_block_ids(request_id)]
+        handed_out = m.take_new_block_ids()
+        assert len(handed_out) <= needed
+        held_before = {i for row in old for i in row}
+        assert {i for row in added.get_block_ids() for i in row if i} <= (
+            {*handed_out} | held_before
+        )
+        assert {*handed_out} <= {i for row in tables for i in row}
         self.check_growth(r, old, tables, added, total, main, slots, blocks, external)
         if self.caching and not delay and not self.evicted:
             self.check_registered(req, min(main, req.num_tokens))
@@ -505,6 +578,11 @@ class ManagerMachine(RuleBasedStateMachine):
             zip(self.specs, self.m.coordinator.single_type_managers)
         ):
             size, now, then = spec.block_size, tables[group], old[group]
+            if self.cross[group]:
+                assert len(now) == cdiv(ENCODER_TOKENS, size)
+                assert now[: len(then)] == then
+                assert all(now)
+                continue
             new = [b.block_id for b in added.blocks[group]]
             assert not new or now[-len(new) :] == new
             aligned = isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
@@ -541,11 +619,26 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
+        operations[type(self).__name__] += 1
         self.evicted &= any(r.running for r in self.live.values())
         check_pool(self.m.block_pool, owners_of(self.m, self.detached), self.sinks)
         check_tables(self.m, {i: r.req for i, r in self.live.items()}, self.evicted)
+        self.check_common_prefix()
         self.replay.apply(self.m.take_events())
         self.replay.check(self.m.block_pool)
+
+    def check_common_prefix(self) -> None:
+        running = next((i for i, r in self.live.items() if r.running), None)
+        if running is None:
+            return
+        counts = self.m.get_num_common_prefix_blocks(running)
+        for manager, count in zip(self.m.coordinator.single_type_managers, counts):
+            if self.caching and isinstance(manager, FullAttentionManager):
+                tables = manager.req_to_blocks
+                shared = [b.ref_cnt == len(tables) for b in tables.get(running, ())]
+                assert count == [*shared, False].index(False)
+            else:
+                assert count == 0
 
     def teardown(self) -> None:
         for r in self.live.values():
@@ -562,20 +655,29 @@ class ManagerMachine(RuleBasedStateMachine):
         assert stats.hits + stats.preempted_hits + stats.null_hits <= queries
 
 
+NO_DRAFTS = {"drafts_allowed": False}
 MIXES = {
     "Full": {"specs": (full(),)},
     "FullNoCaching": {"specs": (full(),), "caching": False},
     "FullEagle": {"specs": (full(),), "use_eagle": True},
+    "FullContextParallel": {"specs": (full(8),), "dcp": 2, "hash_block_size": 8},
     "Window": {"specs": (window(10),)},
+    "WindowEagle": {"specs": (window(6),), "use_eagle": True},
+    "Chunked": {"specs": (chunked(12),)},
+    "Sink": {"specs": (sink(8),)},
+    "MambaAllAlone": {"specs": (mamba("all"),), **NO_DRAFTS},
+    "MambaAlignAlone": {"specs": (mamba(),), **NO_DRAFTS},
+    "FullCross": {"specs": (full(), cross()), "caching": False, "external_allowed": False},
     "FullWindow": {"specs": (full(), window(8))},
+    "FullWindowNoCaching": {"specs": (full(), window(8)), "caching": False},
     "FullWindowEagle": {"specs": (full(), window(8)), "use_eagle": True, "interleaved": False},
     "FullTwoWindows": {"specs": (full(), window(6), window(13))},
+    "FullTwoWindowsEagle": {"specs": (full(), window(6), window(13)), "use_eagle": True},
     "FullLargeWindow": {"specs": (full(), window(9, block_size=8))},
-    "Chunked": {"specs": (chunked(12),)},
+    "FullOddWindow": {"specs": (full(), window(9, block_size=6)), "hash_block_size": 2},
     "FullChunked": {"specs": (full(), chunked(8))},
-    "Sink": {"specs": (sink(8),)},
-    "MambaAll": {"specs": (full(), mamba("all")), "drafts_allowed": False},
-    "MambaAlign": {"specs": (full(), mamba()), "drafts_allowed": False},
+    "MambaAll": {"specs": (full(), mamba("all")), **NO_DRAFTS},
+    "MambaAlign": {"specs": (full(), mamba()), **NO_DRAFTS},
     "MambaAlignSpeculative": {"specs": (full(), mamba(sp=2)), "external_allowed": False},
     "MambaNone": {
         "specs": (full(), mamba("none", block_size=LIMIT)),
@@ -587,14 +689,25 @@ MIXES = {
         "drafts_allowed": False,
         "interleaved": False,
     },
+    "FourGroups": {"specs": (full(), window(8), window(13), chunked(8))},
+    "FourGroupsTwoSizes": {"specs": (full(4), full(8), window(8, 8), mamba()), **NO_DRAFTS},
+    "AlikeGroups": {"specs": (full(), window(8), window(8), window(8))},
 }
 for _name, _values in MIXES.items():
     _machine = type(f"{_name}Machine", (ManagerMachine,), _values)
     _case = _machine.TestCase
     _case.settings = settings(
-        max_examples=120 if NIGHTLY else 50,
-        stateful_step_count=120 if NIGHTLY else 50,
+        max_examples=60 if NIGHTLY else 15,
+        stateful_step_count=120 if NIGHTLY else 40,
         deadline=None,
     )
     globals()[f"Test{_name}"] = _case
 del _case
+
+
+def test_enough_operations_were_made():
+    """The last of this file: how much the machines above have done."""
+    if len(operations) < len(MIXES):
+        pytest.skip("not all machines ran")
+    print(f"{operations.total()} checked operations: {dict(operations)}")
+    assert operations.total() >= WANTED_OPERATIONS

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from jubako.errors import ConfigError
-from jubako.kv_cache import FullAttentionSpec
+from jubako.kv_cache import FullAttentionSpec, MLAAttentionSpec
 from jubako.kv_cache.managers import get_manager_for_kv_cache_spec, spec_manager_map
 
 from .fakes import (
+    ATTENTION,
     admit,
     chunked,
     cross,
@@ -24,6 +25,8 @@ from .fakes import (
     window,
 )
 
+MLA = MLAAttentionSpec(block_size=4, **ATTENTION)
+
 
 def test_full_common_prefix():
     m = make_manager(full(), num_blocks=12)
@@ -37,8 +40,40 @@ def test_full_common_prefix():
     assert m.get_num_common_prefix_blocks("a") == [0]
 
 
-def test_full_context_parallel():
-    m = make_manager(full(), num_blocks=12, hash_block_size=16, dcp_world_size=2, pcp_world_size=2)
+def test_common_prefix_is_counted_when_tables_come_and_go(monkeypatch):
+    m = make_manager(full(), num_blocks=40)
+    requests = [request(name, [*range(8), 90 + i]) for i, name in enumerate("abc")]
+    for req in requests:
+        admit(m, req)
+    manager = m.coordinator.single_type_managers[0]
+    counted = []
+    count = manager._count_common_prefix
+    monkeypatch.setattr(
+        manager, "_count_common_prefix", lambda *args: counted.append(args) or count(*args)
+    )
+    for token in range(20):
+        for req in requests:
+            req.extend([token])
+            step(m, req, 1)
+        assert m.get_num_common_prefix_blocks("a") == [2]
+    assert len(counted) == 1
+    short = request("short", [*range(4), 80])
+    assert admit(m, short) == 4
+    assert m.get_num_common_prefix_blocks("a") == [1]
+    m.free(short)
+    assert m.get_num_common_prefix_blocks("a") == [2]
+    # Blocks of a table that was handed over lose their owner later.
+    blocks = m.pop_blocks_for_free(requests[2])
+    assert m.get_num_common_prefix_blocks("a") == [0]
+    m.block_pool.free_blocks(reversed(blocks))
+    assert m.get_num_common_prefix_blocks("a") == [2]
+    m.free(requests[1])
+    assert m.get_num_common_prefix_blocks("a") == [len(table(m, requests[0]))]
+
+
+@pytest.mark.parametrize("spec", [full(), MLA])
+def test_full_context_parallel(spec):
+    m = make_manager(spec, num_blocks=12, hash_block_size=16, dcp_world_size=2, pcp_world_size=2)
     a = request("a", 50, hash_block_size=16)
     admit(m, a)
     assert len(table(m, a)) == 4
@@ -252,7 +287,7 @@ def test_sink_len_is_checked(sink_len):
 
 
 def test_more_sinks_than_blocks():
-    with pytest.raises(ValueError, match="2 KV blocks to reserve, but 1"):
+    with pytest.raises(ValueError, match="takes 2 KV blocks, but only 1 are free"):
         make_manager(sink(8), num_blocks=2)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jubako.kv_cache import CachingMetrics, KVCacheMetricsCollector, PrefixCacheStats, metrics
 
-from .fakes import admit, chunked, full, make_manager, request, step
+from .fakes import admit, chunked, full, make_manager, mamba, request, step
 
 
 @pytest.fixture
@@ -132,3 +132,31 @@ def test_hit_rate():
     assert rate.hit_rate == 0.1
     rate.observe(PrefixCacheStats(reset=True, requests=1, queries=4, hits=4))
     assert rate.hit_rate == 1.0
+
+
+def test_lost_hits():
+    """Tokens that the full groups have, but a state is missing to go on from there."""
+    m = make_manager(full(), mamba(), num_blocks=60, log_stats=True)
+    a = request("a", 24)
+    for n in (8, 16):
+        step(m, a, n)
+        m.new_step_starts()
+    m.make_prefix_cache_stats()
+    b = request("b", [*range(20), 90])
+    # However often it is looked up.
+    m.get_computed_blocks(b)
+    assert admit(m, b) == 8
+    stats = m.make_prefix_cache_stats()
+    assert (stats.queries, stats.hits, stats.lost_hits) == (21, 8, 12)
+    assert admit(m, request("c", [*range(24), 91])) == 24
+    assert m.make_prefix_cache_stats().lost_hits == 0
+    # A refused request has lost nothing yet.
+    m.get_computed_blocks(request("d", [*range(20), 92]))
+    assert m.make_prefix_cache_stats().lost_hits == 0
+
+
+def test_nothing_is_lost_with_one_kind_of_group():
+    m = make_manager(full(), log_stats=True)
+    admit(m, request("a", 9))
+    assert admit(m, request("b", 9)) == 8
+    assert m.make_prefix_cache_stats().lost_hits == 0

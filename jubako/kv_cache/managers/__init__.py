@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jubako.kv_cache.block_pool import BlockPool
+from jubako.kv_cache.errors import UnknownSpecError
 from jubako.kv_cache.managers.base import SingleTypeKVCacheManager
 from jubako.kv_cache.managers.chunked_local import ChunkedLocalAttentionManager
 from jubako.kv_cache.managers.cross_attention import CrossAttentionManager
@@ -54,6 +55,12 @@ def get_manager_for_kv_cache_spec(
     kv_cache_group_id: int,
     **kwargs: Any,
 ) -> SingleTypeKVCacheManager:
-    """KeyError for a spec type that has no manager."""
-    manager_class = spec_manager_map[type(kv_cache_spec)]
+    """ConfigError, which is also a KeyError, for a spec type that has no manager."""
+    manager_class = spec_manager_map.get(type(kv_cache_spec))
+    if manager_class is None:
+        known = ", ".join(spec_type.__name__ for spec_type in spec_manager_map)
+        raise UnknownSpecError(
+            f"no manager for KV cache specs of type {type(kv_cache_spec).__name__}; known are "
+            f"{known}"
+        )
     return manager_class(kv_cache_spec, block_pool, enable_caching, kv_cache_group_id, **kwargs)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from jubako.kv_cache.block_pool import BlockPool
 from jubako.kv_cache.blocks import BlockHash, KVCacheBlock
+from jubako.kv_cache.errors import ImpossibleCacheError
 from jubako.kv_cache.request import KVCacheRequest
 from jubako.kv_cache.specs import KVCacheSpec, cdiv
 
@@ -38,11 +39,13 @@ class SingleTypeKVCacheManager(ABC):
         max_admission_blocks_per_request: int | None = None,
     ) -> None:
         ranks = dcp_world_size * pcp_world_size
-        assert self.supports_context_parallelism or ranks == 1, (
-            f"{type(kv_cache_spec).__name__} layers do not support context parallelism: "
-            f"decode_context_parallel_size {dcp_world_size}, "
-            f"prefill_context_parallel_size {pcp_world_size}"
-        )
+        if ranks != 1 and not self.supports_context_parallelism:
+            raise ImpossibleCacheError(
+                f"{type(kv_cache_spec).__name__} layers do not support context parallelism: "
+                f"decode_context_parallel_size {dcp_world_size}, "
+                f"prefill_context_parallel_size {pcp_world_size}; set both to 1",
+                "decode_context_parallel_size",
+            )
         self.kv_cache_spec = kv_cache_spec
         self.block_pool = block_pool
         self.enable_caching = enable_caching
@@ -56,6 +59,12 @@ class SingleTypeKVCacheManager(ABC):
         """Table entries already registered, or known to need no registering."""
         self._reregister_until: dict[str, int] = {}
         """Up to where a table may hold registered entries behind others that are not."""
+        self.num_table_changes = 0
+        """Rises when a table begins, takes hits or ends: what tables share is as it was before."""
+        self.has_detached_tables = False
+        """A table was handed over: its blocks lose an owner at a time that nobody here sees."""
+        self._began_with_hits: set[str] = set()
+        """Requests whose tables may hold blocks that another request registered."""
 
     # What an attention type decides
 
@@ -111,16 +120,17 @@ class SingleTypeKVCacheManager(ABC):
         Free blocks among the hits count: taking them into use shrinks the queue as well.
         `apply_admission_cap` asks for the most that the request will hold at once instead.
         """
-        required = cdiv(num_tokens, self.block_size)
+        required = -(-num_tokens // self.block_size)
         table = self.req_to_blocks.get(request_id, NO_BLOCKS)
         cap = self.max_admission_blocks_per_request if apply_admission_cap else None
         if request_id in self.num_cached_block:
             assert not new_computed_blocks, f"prefix hits for the running request {request_id}"
             if cap is None:
-                return max(required - len(table), 0)
+                missing = required - len(table)
+                return missing if missing > 0 else 0
         skipped = max(self.get_num_skipped_tokens(total_computed_tokens), 0) // self.block_size
         held = new_computed_blocks[max(skipped - len(table), 0) :]
-        revived = sum(not block.is_null and block.ref_cnt == 0 for block in held)
+        revived = count_unowned(held)
         if cap is not None:
             # Null entries cost nothing, so the cap is for real blocks only.
             real = sum(not block.is_null for block in (*table[skipped:], *held))
@@ -149,7 +159,9 @@ class SingleTypeKVCacheManager(ABC):
         if held:
             assert self.enable_caching, "prefix hits although prefix caching is off"
             self.block_pool.touch(held)
+            self._began_with_hits.add(request_id)
         table = [self._null_block] * skipped + held
+        self.num_table_changes += 1
         self.req_to_blocks[request_id] = table
         self.num_cached_block[request_id] = len(table)
         return True
@@ -182,11 +194,12 @@ class SingleTypeKVCacheManager(ABC):
     ) -> Sequence[KVCacheBlock]:
         """Lengthen the table to `num_tokens` tokens and return what was added."""
         table = self.req_to_blocks.get(request_id)
-        missing = cdiv(num_tokens, self.block_size) - (len(table) if table else 0)
+        missing = -(-num_tokens // self.block_size) - (len(table) if table else 0)
         if missing <= 0:
             return NO_BLOCKS
         new_blocks = self.block_pool.get_new_blocks(missing)
         if table is None:
+            self.num_table_changes += 1
             self.req_to_blocks[request_id] = list(new_blocks)
         else:
             table += new_blocks
@@ -200,6 +213,8 @@ class SingleTypeKVCacheManager(ABC):
         registered = self.num_cached_block.get(request_id, 0)
         full = num_tokens // self.block_size
         if full > registered:
+            held = len(self.req_to_blocks.get(request_id, NO_BLOCKS))
+            assert full <= held, f"{request_id} has {held} KV blocks, {full} are to be registered"
             self._register(request, registered, full)
             self.num_cached_block[request_id] = full
 
@@ -218,16 +233,41 @@ class SingleTypeKVCacheManager(ABC):
         if until and stop >= until:
             del self._reregister_until[request_id]
 
-    def forget_registered(self, block_ids: set[int]) -> None:
-        """Some blocks were evicted while in use: their requests shall register them again."""
-        for request_id, registered in self.num_cached_block.items():
-            table = self.req_to_blocks[request_id]
-            for index in range(min(registered, len(table))):
-                if table[index].block_id in block_ids:
-                    self.num_cached_block[request_id] = index
-                    until = self._reregister_until.get(request_id, 0)
-                    self._reregister_until[request_id] = max(registered, until)
-                    break
+    def forget_registered(self, blocks: Sequence[KVCacheBlock]) -> set[str]:
+        """These blocks became unfindable while in use: their requests shall register them again.
+
+        Returns the ids of those requests.
+        """
+        affected: dict[str, int] = {}
+        for block in blocks:
+            for request_id in self._holders_of(block):
+                lowest = affected.get(request_id, block.table_index)
+                affected[request_id] = min(lowest, block.table_index)
+        for request_id, index in affected.items():
+            registered = self.num_cached_block.get(request_id, 0)
+            if index < registered:
+                self.num_cached_block[request_id] = index
+                until = self._reregister_until.get(request_id, 0)
+                self._reregister_until[request_id] = max(registered, until)
+        return set(affected)
+
+    def _holders_of(self, block: KVCacheBlock) -> list[str]:
+        """The requests that have `block` in their tables: who registered it, and who hit it."""
+        holders: list[str] = []
+        if self._holds(block.registered_by, block):
+            holders.append(block.registered_by)
+        if block.ref_cnt > len(holders):
+            holders += [
+                request_id
+                for request_id in self._began_with_hits
+                if request_id != block.registered_by and self._holds(request_id, block)
+            ]
+        return holders
+
+    def _holds(self, request_id: str, block: KVCacheBlock) -> bool:
+        table = self.req_to_blocks.get(request_id, NO_BLOCKS)
+        index = block.table_index
+        return index < len(table) and table[index] is block
 
     # Letting go
 
@@ -250,10 +290,31 @@ class SingleTypeKVCacheManager(ABC):
         if removed:
             self.block_pool.free_blocks(removed)
 
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """Free the blocks that hold none of the first `num_tokens` tokens, deepest first."""
+        table = self.req_to_blocks.get(request_id)
+        if table is None:
+            return
+        kept = cdiv(num_tokens, self.block_size)
+        removed = table[kept:]
+        del table[kept:]
+        self.num_table_changes += 1
+        full = num_tokens // self.block_size
+        if self.num_cached_block.get(request_id, 0) > full:
+            self.num_cached_block[request_id] = full
+        if self._reregister_until.get(request_id, 0) > full:
+            self._reregister_until[request_id] = full
+        if kept > full and kept <= len(table) and table[full].block_hash is not None:
+            # Cut off half way: it will hold the same again, and is registered for it already.
+            self._reregister_until[request_id] = kept
+        self.block_pool.free_blocks(reversed(removed))
+
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forget the request and hand its table over: the caller frees it, reversed."""
         self.num_cached_block.pop(request_id, None)
         self._reregister_until.pop(request_id, None)
+        self._began_with_hits.discard(request_id)
+        self.num_table_changes += 1
         return self.req_to_blocks.pop(request_id, [])
 
     def free(self, request_id: str) -> None:
@@ -267,13 +328,17 @@ class SingleTypeKVCacheManager(ABC):
 
         `num_computed_tokens` are those that `remove_skipped_blocks` has already seen.
         """
+        return min(self.next_edges(request_id, num_computed_tokens))
+
+    def next_edges(self, request_id: str, num_computed_tokens: int) -> tuple[int, int]:
+        """The smallest number of slots at which this group allocates or drops a block, and the
+        smallest number of known tokens at which it registers one."""
         table = self.req_to_blocks.get(request_id, NO_BLOCKS)
         event = self._next_allocation_tokens(table)
         # A step has at least one new token beyond those computed.
-        event = min(event, self.next_skip_tokens(num_computed_tokens) + 1)
-        if self.enable_caching:
-            event = min(event, self.next_hash_tokens(request_id))
-        return event
+        skip = self.next_skip_tokens(num_computed_tokens) + 1
+        hash_ = self.next_hash_tokens(request_id) if self.enable_caching else NEVER
+        return (event if event < skip else skip), hash_
 
     def next_hash_tokens(self, request_id: str) -> int:
         """The smallest number of known tokens at which a block is registered."""
@@ -281,6 +346,11 @@ class SingleTypeKVCacheManager(ABC):
 
     def _next_allocation_tokens(self, table: Sequence[KVCacheBlock]) -> int:
         return len(table) * self.block_size + 1
+
+
+def count_unowned(blocks: Sequence[KVCacheBlock]) -> int:
+    """How many of `blocks` leave the free queue when they get an owner."""
+    return len([1 for block in blocks if block.ref_cnt == 0 and not block.is_null])
 
 
 def align_down(num_blocks: int, block_size: int, alignment_tokens: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jubako.kv_cache.block_pool import BlockPool
 from jubako.kv_cache.blocks import BlockHash, KVCacheBlock
-from jubako.kv_cache.grouping import check_chunk_size
+from jubako.kv_cache.checks import check_chunk_size
 from jubako.kv_cache.managers.base import (
     SingleTypeKVCacheManager,
     align_down,

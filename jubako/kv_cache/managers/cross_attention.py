@@ -44,5 +44,5 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
     def cache_blocks(self, request: KVCacheRequest, num_tokens: int) -> None:
         raise ValueError("cross attention has no prefix cache; enable_prefix_caching must be off")
 
-    def next_event_tokens(self, request_id: str, num_computed_tokens: int) -> int:
-        return NEVER
+    def next_edges(self, request_id: str, num_computed_tokens: int) -> tuple[int, int]:
+        return NEVER, NEVER

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Any
 
 from jubako.kv_cache.block_pool import BlockPool
@@ -20,6 +21,7 @@ from jubako.kv_cache.blocks import BlockHash, KVCacheBlock
 from jubako.kv_cache.managers.base import (
     NO_BLOCKS,
     SingleTypeKVCacheManager,
+    count_unowned,
 )
 from jubako.kv_cache.request import KVCacheRequest
 from jubako.kv_cache.specs import KVCacheSpec, MambaSpec, cdiv
@@ -51,6 +53,9 @@ class MambaManager(SingleTypeKVCacheManager):
         self.num_speculative_blocks = kv_cache_spec.num_speculative_blocks
         self.cached_blocks_this_step: set[int] = set()
         self._align: dict[str, _AlignState] = {}
+        if self.align and self.enable_caching:
+            # Elsewhere every block of a prefix has a state, or none is kept.
+            self.block_pool.index_states(self.kv_cache_group_id)
 
     @classmethod
     def find_longest_cache_hit(
@@ -67,13 +72,14 @@ class MambaManager(SingleTypeKVCacheManager):
     ) -> tuple[list[KVCacheBlock], ...]:
         assert isinstance(kv_cache_spec, MambaSpec)
         block_size = kv_cache_spec.block_size
-        for index in range(min(max_length // block_size, len(block_hashes)) - 1, -1, -1):
-            if (index + 1) * block_size % alignment_tokens:
-                continue
-            found = block_pool.get_cached_block(block_hashes[index], kv_cache_group_ids)
-            if found is not None:
-                return tuple([block_pool.null_block] * index + [block] for block in found)
-        return tuple([] for _ in kv_cache_group_ids)
+        stop = min(max_length // block_size, len(block_hashes))
+        step = lcm(block_size, alignment_tokens) // block_size
+        index = block_pool.last_cached_index(block_hashes, stop, step, kv_cache_group_ids)
+        if index < 0:
+            return tuple([] for _ in kv_cache_group_ids)
+        found = block_pool.get_cached_block(block_hashes[index], kv_cache_group_ids)
+        assert found is not None
+        return tuple([block_pool.null_block] * index + [block] for block in found)
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens - 1
@@ -117,7 +123,7 @@ class MambaManager(SingleTypeKVCacheManager):
         elif not table:
             skipped = max(total_computed_tokens - 1, 0) // self.block_size
             held = new_computed_blocks[skipped:]
-            revived = sum(not block.is_null and block.ref_cnt == 0 for block in held)
+            revived = count_unowned(held)
             if cdiv(total_computed_tokens, self.block_size) > length:
                 # A connector brings the state at the end of the computed tokens.
                 external = 1
@@ -229,13 +235,13 @@ class MambaManager(SingleTypeKVCacheManager):
 
     # When is the next call due?
 
-    def next_event_tokens(self, request_id: str, num_computed_tokens: int) -> int:
-        event = super().next_event_tokens(request_id, num_computed_tokens)
+    def next_edges(self, request_id: str, num_computed_tokens: int) -> tuple[int, int]:
+        event, hash_ = super().next_edges(request_id, num_computed_tokens)
         state = self._align.get(request_id)
         if state is not None and state.superseded:
             settled = (state.superseded[0] + 1) * self.block_size + 1
             event = min(event, settled + self.num_speculative_blocks + 1)
-        return event
+        return event, hash_
 
     def _next_allocation_tokens(self, table: Sequence[KVCacheBlock]) -> int:
         return (len(table) - self.num_speculative_blocks) * self.block_size + 1

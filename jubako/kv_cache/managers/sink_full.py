@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jubako.kv_cache.errors import ImpossibleCacheError
 from jubako.kv_cache.managers.full_attention import FullAttentionManager
 from jubako.kv_cache.specs import SinkFullAttentionSpec
 
@@ -11,9 +12,13 @@ from jubako.kv_cache.specs import SinkFullAttentionSpec
 class SinkFullAttentionManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: SinkFullAttentionSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
-        sink_len = kv_cache_spec.sink_len or 0
-        valid = sink_len > 0 and sink_len % self.block_size == 0
-        assert valid, (
-            f"sink_len is {sink_len}; it must be a multiple of the block size {self.block_size}"
-        )
-        self.sink_blocks = self.block_pool.reserve_blocks(sink_len // self.block_size)
+        # Groups are checked before: whole blocks, at least one.
+        num_sinks = (kv_cache_spec.sink_len or 0) // self.block_size
+        free = self.block_pool.get_num_free_blocks()
+        if num_sinks > free:
+            raise ImpossibleCacheError(
+                f"sink_len {kv_cache_spec.sink_len} takes {num_sinks} KV blocks, but only {free} "
+                f"are free; give the cache more memory",
+                "kv_cache_memory_bytes",
+            )
+        self.sink_blocks = self.block_pool.reserve_blocks(num_sinks)

@@ -46,23 +46,15 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         limit = min(max_length // block_size, len(block_hashes)) - extra
         length = max(limit, 0) // step * step
 
-        # Blocks [known, unknown) are found already. A window is tried from its left end, so that a
-        # miss moves the next try as far left as possible: O(N / window) if nothing is cached.
-        known = unknown = length + extra
+        # A window is tried from its left end, so that a miss moves the next try as far left as
+        # possible: O(N / window) if nothing is cached.
         while length > 0:
             left, right = max(length - window_blocks, 0), length + extra
-            missing = None
-            for index in range(left, right):
-                if known <= index < unknown:
-                    continue
-                if block_pool.get_cached_block(block_hashes[index], kv_cache_group_ids) is None:
-                    missing = index
-                    break
-            if missing is None:
-                run = block_pool.get_cached_run(block_hashes, left, length, kv_cache_group_ids)
+            runs = block_pool.get_cached_run(block_hashes, left, right, kv_cache_group_ids)
+            missing = left + len(runs[0])
+            if missing == right:
                 nulls = [block_pool.null_block] * left
-                return tuple(nulls + blocks for blocks in run)
-            known, unknown = left, missing
+                return tuple(nulls + run[: length - left] for run in runs)
             length = max(missing - extra, 0) // step * step
         return tuple([] for _ in kv_cache_group_ids)
 

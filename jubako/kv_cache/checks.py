@@ -1,0 +1,83 @@
+"""Can a cache of these groups and options work at all?"""
+
+from __future__ import annotations
+
+from jubako.kv_cache.config import KVCacheConfig
+from jubako.kv_cache.errors import ImpossibleCacheError
+from jubako.kv_cache.specs import (
+    ChunkedLocalAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+MAMBA_CACHE_MODES = ("none", "all", "align")
+
+
+def check_spec(spec: KVCacheSpec) -> None:
+    """ImpossibleCacheError for sizes that no layer can have."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        for layer in spec.kv_cache_specs.values():
+            check_spec(layer)
+    check_positive("block_size", spec.block_size, "block_size")
+    if isinstance(spec, SlidingWindowSpec):
+        check_positive("sliding_window", spec.sliding_window)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        check_positive("attention_chunk_size", spec.attention_chunk_size)
+    if isinstance(spec, SinkFullAttentionSpec):
+        _check_sinks(spec)
+    if isinstance(spec, MambaSpec):
+        _check_states(spec)
+
+
+def check_chunk_size(spec: ChunkedLocalAttentionSpec) -> None:
+    """ImpossibleCacheError unless chunks begin at block borders.
+
+    A block that two chunks share would be dropped, or not looked up, while half of it is needed.
+    """
+    if spec.attention_chunk_size % spec.block_size:
+        raise ImpossibleCacheError(
+            f"attention_chunk_size {spec.attention_chunk_size} is not a multiple of the KV block "
+            f"size {spec.block_size}; choose a block_size that divides it.",
+            "block_size",
+        )
+
+
+def check_groups(kv_cache_config: KVCacheConfig) -> None:
+    """ImpossibleCacheError for a group that no manager can serve."""
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        check_spec(spec)
+        if isinstance(spec, ChunkedLocalAttentionSpec):
+            check_chunk_size(spec)
+
+
+def check_positive(what: str, value: object, parameter: str | None = None) -> None:
+    """ImpossibleCacheError unless `value` is an integer above 0."""
+    if not isinstance(value, int) or value < 1:
+        raise ImpossibleCacheError(f"{what} is {value!r}; it must be an integer above 0", parameter)
+
+
+def _check_sinks(spec: SinkFullAttentionSpec) -> None:
+    sink_len = spec.sink_len or 0
+    if sink_len <= 0 or sink_len % spec.block_size:
+        raise ImpossibleCacheError(
+            f"sink_len is {sink_len}; it must be a multiple of the block size {spec.block_size}, "
+            f"and above 0",
+            "block_size",
+        )
+
+
+def _check_states(spec: MambaSpec) -> None:
+    if spec.mamba_cache_mode not in MAMBA_CACHE_MODES:
+        raise ImpossibleCacheError(
+            f"mamba_cache_mode is {spec.mamba_cache_mode!r}; it must be one of "
+            f"{', '.join(MAMBA_CACHE_MODES)}",
+            "mamba_cache_mode",
+        )
+    if spec.num_speculative_blocks < 0:
+        raise ImpossibleCacheError(
+            f"num_speculative_blocks is {spec.num_speculative_blocks}; it must be at least 0"
+        )

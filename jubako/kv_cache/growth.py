@@ -1,0 +1,255 @@
+"""How do the tables of a decoding request grow, cheaply in a model with many groups?
+
+A decode step asks every group the same three questions: which blocks are no longer read, how many
+are missing, which have filled. Groups with equal specs have tables of equal shape, so the answers
+are worked out once for each kind of group, and the pool is asked once for all of them. The outcome
+is that of the managers' own methods, called one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jubako.kv_cache.block_pool import BlockPool
+from jubako.kv_cache.blocks import KVCacheBlock
+from jubako.kv_cache.hashing import group_suffix
+from jubako.kv_cache.managers.base import NEVER, NO_BLOCKS, SingleTypeKVCacheManager
+from jubako.kv_cache.managers.chunked_local import ChunkedLocalAttentionManager
+from jubako.kv_cache.managers.full_attention import FullAttentionManager
+from jubako.kv_cache.managers.sliding_window import SlidingWindowManager
+from jubako.kv_cache.request import KVCacheRequest
+from jubako.kv_cache.specs import KVCacheSpec
+
+BlockIds = tuple[list[int], ...]
+"""Ids for each group."""
+
+_PLAIN = (FullAttentionManager, SlidingWindowManager, ChunkedLocalAttentionManager)
+"""Managers whose tables hold one block for every `block_size` tokens, whatever a step does."""
+
+
+class Edges:
+    """Token counts below which nothing happens to a request's tables."""
+
+    __slots__ = ("allocation", "event", "hash", "skip", "uniform")
+
+    def __init__(self) -> None:
+        self.event = 0
+        """Slots at which any group allocates, drops or registers a block."""
+        self.hash = 0
+        """Known tokens at which any group registers a block."""
+        self.uniform = True
+        """Whether its tables are alike in all groups of one kind."""
+        self.allocation: int | None = None
+        """Slots at which blocks are allocated; None if that is to be looked up, like `skip`."""
+        self.skip = 0
+
+    def move(self, event: int, hash_: int) -> None:
+        """New counts for tables that may have changed."""
+        self.event = event
+        self.hash = hash_
+        self.allocation = None
+
+
+class _Kind:
+    """Groups with equal specs."""
+
+    __slots__ = ("block_size", "drops", "lead", "missing", "num_skipped", "size")
+
+    def __init__(self, lead: SingleTypeKVCacheManager) -> None:
+        self.lead = lead
+        self.size = 1
+        self.block_size = lead.block_size
+        self.drops = lead.next_skip_tokens(0) < NEVER
+        """Whether blocks ever fall out of reach."""
+        self.num_skipped = 0
+        """Leading table entries that the request at hand does not read any more."""
+        self.missing = 0
+        """Blocks that the request at hand lacks in each group."""
+
+
+class TableGrowth:
+    """Grows the tables of requests that already run, in all groups at once.
+
+    `applies` is False for models with other groups, for instance recurrent ones.
+    """
+
+    def __init__(
+        self,
+        managers: Sequence[SingleTypeKVCacheManager],
+        block_pool: BlockPool,
+        enable_caching: bool,
+    ) -> None:
+        self.applies = all(isinstance(manager, _PLAIN) for manager in managers)
+        self._pool = block_pool
+        self._enable_caching = enable_caching
+        self._kinds: list[_Kind] = []
+        self._groups: list[tuple[SingleTypeKVCacheManager, _Kind]] = []
+        by_spec: dict[tuple[type, KVCacheSpec, int], _Kind] = {}
+        for manager in managers:
+            key = (type(manager), manager.kv_cache_spec, manager.block_size)
+            kind = by_spec.get(key)
+            if kind is None:
+                kind = by_spec[key] = _Kind(manager)
+                self._kinds.append(kind)
+            else:
+                kind.size += 1
+            self._groups.append((manager, kind))
+        sizes = {manager.block_size for manager in managers}
+        self.block_size = sizes.pop() if self.applies and len(sizes) == 1 else None
+        """Tokens in a block of every group, if there is one such size."""
+        self._suffixes = [group_suffix(manager.kv_cache_group_id) for manager in managers]
+        self._drops = any(kind.drops for kind in self._kinds)
+        self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = (NO_BLOCKS,) * len(self._groups)
+
+    def grow(
+        self, request: KVCacheRequest, num_computed_tokens: int, num_slots: int, num_known: int
+    ) -> tuple[Sequence[KVCacheBlock], ...] | None:
+        """Drop what is no longer read, make room for `num_slots` tokens, register full blocks.
+
+        `num_known` are the tokens, from the first, whose values are settled. Returns the new blocks
+        of each group; None if the pool has too few, then nothing but the dropping is done.
+        """
+        request_id = request.request_id
+        needed = self._survey(request_id, num_computed_tokens, num_slots)
+        if needed > self._pool.get_num_free_blocks():
+            return None
+        added = self._no_blocks
+        if needed:
+            added = self._extend(request_id, self._pool.get_new_blocks(needed), 0)
+        self._register(request, num_known)
+        return added
+
+    def grow_decodes(
+        self,
+        requests: Sequence[KVCacheRequest],
+        edges: Sequence[Edges],
+        new_block_ids: dict[str, BlockIds],
+    ) -> bool:
+        """`grow` by one token more than those computed, for all `requests` or for none.
+
+        `edges` are theirs, and are moved; ids of new blocks are noted by request id. False if the
+        pool has too few blocks; then nothing is changed. Only for groups of one block
+        size, where all groups lack or fill a block at the same time.
+        """
+        size = self.block_size
+        assert size is not None, "groups of several block sizes grow one by one"
+        tables = [manager.req_to_blocks for manager, _ in self._groups]
+        num_growing = 0
+        for request, edge in zip(requests, edges):
+            if edge.allocation is None:
+                edge.allocation = len(tables[0][request.request_id]) * size + 1
+                edge.skip = 0 if self._drops else NEVER
+            if request.num_tokens >= edge.allocation:
+                num_growing += 1
+        needed = num_growing * len(self._groups)
+        # With that many free, what one request drops is not what the next one takes.
+        if needed > self._pool.get_num_free_blocks():
+            return False
+        taken = iter(self._pool.get_new_blocks(needed))
+        removed: list[KVCacheBlock] = []
+        for request, edge in zip(requests, edges):
+            request_id, num_tokens = request.request_id, request.num_tokens
+            own = [table[request_id] for table in tables]
+            if num_tokens >= edge.skip:
+                removed += self._take_skipped(request_id, num_tokens - 1)
+                edge.skip = 1 + min(
+                    [k.lead.next_skip_tokens(num_tokens - 1) for k in self._kinds if k.drops]
+                )
+            if num_tokens >= (edge.allocation or 0):
+                ids = []
+                # One block a group, dealt in the order of the groups.
+                for table, block in zip(own, taken):
+                    table.append(block)
+                    ids.append([block.block_id])
+                new_block_ids[request_id] = tuple(ids)
+                edge.allocation = len(own[0]) * size + 1
+            if num_tokens >= edge.hash:
+                if num_tokens - edge.hash < size and self._pool.cache_filled_block(
+                    request, edge.hash // size - 1, size, own, self._suffixes
+                ):
+                    filled = edge.hash // size
+                    for manager, _ in self._groups:
+                        manager.num_cached_block[request_id] = filled
+                else:
+                    for manager, _ in self._groups:
+                        manager.cache_blocks(request, num_tokens)
+                edge.hash = (num_tokens // size + 1) * size
+            edge.event = min(edge.allocation or 0, edge.skip, edge.hash)
+        if removed:
+            self._pool.free_blocks(removed)
+        return True
+
+    def _survey(self, request_id: str, num_computed_tokens: int, num_slots: int) -> int:
+        """Drop what is no longer read; how many blocks all groups together lack."""
+        if self._drops:
+            removed = self._take_skipped(request_id, num_computed_tokens)
+            if removed:
+                self._pool.free_blocks(removed)
+        needed = 0
+        for kind in self._kinds:
+            table = kind.lead.req_to_blocks[request_id]
+            kind.missing = missing = -(-num_slots // kind.block_size) - len(table)
+            if missing > 0:
+                needed += missing * kind.size
+        return needed
+
+    def _take_skipped(self, request_id: str, num_computed_tokens: int) -> list[KVCacheBlock]:
+        """Take what no later token reads out of the tables, each deepest first."""
+        removed: list[KVCacheBlock] = []
+        for kind in self._kinds:
+            if kind.drops:
+                skipped = kind.lead.get_num_skipped_tokens(num_computed_tokens)
+                kind.num_skipped = skipped // kind.block_size
+        null_block = self._pool.null_block
+        for manager, kind in self._groups:
+            if not kind.num_skipped:
+                continue
+            table = manager.req_to_blocks[request_id]
+            index = min(kind.num_skipped, len(table)) - 1
+            while index >= 0:
+                block = table[index]
+                # Everything before a null entry went earlier.
+                if block is null_block:
+                    break
+                removed.append(block)
+                table[index] = null_block
+                index -= 1
+        return removed
+
+    def _extend(
+        self, request_id: str, taken: list[KVCacheBlock], start: int
+    ) -> tuple[Sequence[KVCacheBlock], ...]:
+        """Lengthen the tables by the blocks `taken` from `start` on, group after group."""
+        added: list[Sequence[KVCacheBlock]] = []
+        for manager, kind in self._groups:
+            blocks: Sequence[KVCacheBlock] = NO_BLOCKS
+            if kind.missing > 0:
+                stop = start + kind.missing
+                blocks = taken[start:stop]
+                start = stop
+                manager.req_to_blocks[request_id] += blocks
+            added.append(blocks)
+        return tuple(added)
+
+    def _register(self, request: KVCacheRequest, num_known: int) -> None:
+        if self._enable_caching and num_known >= self.next_hash_tokens(request.request_id):
+            for manager, _ in self._groups:
+                manager.cache_blocks(request, num_known)
+
+    def next_event_tokens(self, request_id: str, num_computed_tokens: int) -> int:
+        """As the coordinator's method of this name."""
+        event = NEVER
+        for kind in self._kinds:
+            lead, size = kind.lead, kind.block_size
+            event = min(event, len(lead.req_to_blocks[request_id]) * size + 1)
+            if self._enable_caching:
+                event = min(event, (lead.num_cached_block.get(request_id, 0) + 1) * size)
+            if kind.drops:
+                event = min(event, lead.next_skip_tokens(num_computed_tokens) + 1)
+        return event
+
+    def next_hash_tokens(self, request_id: str) -> int:
+        """As the coordinator's method of this name."""
+        if not self._enable_caching:
+            return NEVER
+        return min([kind.lead.next_hash_tokens(request_id) for kind in self._kinds], default=NEVER)
