@@ -12,19 +12,24 @@ from typing import Any
 
 from jubako.config.cache import CacheConfig, KVEventsConfig
 from jubako.config.device import DeviceConfig
+from jubako.config.lora import LoRAConfig
 from jubako.config.model import ModelConfig
 from jubako.config.observability import ObservabilityConfig
 from jubako.config.options import values_of
 from jubako.config.parallel import ParallelConfig
 from jubako.config.scheduler import SchedulerConfig
 from jubako.config.server import ServerConfig
+from jubako.config.transfer import ECTransferConfig, KVTransferConfig
 from jubako.errors import ConfigError
 
 __all__ = [
     "CacheConfig",
     "DeviceConfig",
+    "ECTransferConfig",
     "JubakoConfig",
     "KVEventsConfig",
+    "KVTransferConfig",
+    "LoRAConfig",
     "ModelConfig",
     "ObservabilityConfig",
     "ParallelConfig",
@@ -40,6 +45,9 @@ _CONCERNS: dict[str, type] = {
     "device_config": DeviceConfig,
     "observability_config": ObservabilityConfig,
     "kv_events_config": KVEventsConfig,
+    "lora_config": LoRAConfig,
+    "kv_transfer_config": KVTransferConfig,
+    "ec_transfer_config": ECTransferConfig,
 }
 
 ENGINE_CONCERNS = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, ObservabilityConfig)
@@ -57,6 +65,9 @@ class JubakoConfig:
     device_config: DeviceConfig = field(default_factory=DeviceConfig)
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     kv_events_config: KVEventsConfig = field(default_factory=KVEventsConfig)
+    lora_config: LoRAConfig = field(default_factory=LoRAConfig)
+    kv_transfer_config: KVTransferConfig = field(default_factory=KVTransferConfig)
+    ec_transfer_config: ECTransferConfig = field(default_factory=ECTransferConfig)
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> JubakoConfig:

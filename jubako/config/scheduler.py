@@ -24,6 +24,9 @@ class SchedulerConfig:
         None, "Most tokens computed in one step, over all requests."
     )
     max_num_seqs: int | None = option(None, "Most requests that run at once.")
+    max_num_active_seqs: int | None = option(
+        None, "Most requests that hold KV at once, running or while it is loaded; none: no limit."
+    )
     long_prefill_token_threshold: int = option(
         0, "Most prompt tokens one request may compute in a step; 0: no limit."
     )
@@ -51,7 +54,12 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("max_num_batched_tokens", "max_num_seqs", "stream_interval"):
+        for name in (
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_num_active_seqs",
+            "stream_interval",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1.", name)

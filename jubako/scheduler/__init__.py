@@ -38,15 +38,18 @@ from typing import TYPE_CHECKING
 from jubako.utils.lazy import exports_on_use
 
 if TYPE_CHECKING:
-    from jubako.scheduler.async_scheduler import AsyncScheduler
+    from jubako.scheduler.async_scheduler import AsyncScheduler, OverlappingScheduler
     from jubako.scheduler.encoder_cache import EncoderCacheManager
+    from jubako.scheduler.encoder_decoder_cache import EncoderDecoderCacheManager
     from jubako.scheduler.engine_output import (
+        EncoderCacheStats,
         EngineCoreEvent,
         EngineCoreEventType,
         EngineCoreOutput,
         EngineCoreOutputs,
         FinishReason,
         SchedulerStats,
+        SpecDecodingStats,
         UtilityOutput,
     )
     from jubako.scheduler.features import LoRARequest, MultiModalFeatureSpec, PlaceholderRange
@@ -77,6 +80,8 @@ __all__ = [
     "ECConnector",
     "ECConnectorOutput",
     "EncoderCacheManager",
+    "EncoderCacheStats",
+    "EncoderDecoderCacheManager",
     "EngineCoreEvent",
     "EngineCoreEventType",
     "EngineCoreOutput",
@@ -91,6 +96,7 @@ __all__ = [
     "ModelRunnerOutput",
     "MultiModalFeatureSpec",
     "NewRequestData",
+    "OverlappingScheduler",
     "PlaceholderRange",
     "PriorityRequestQueue",
     "Request",
@@ -99,6 +105,7 @@ __all__ = [
     "Scheduler",
     "SchedulerOutput",
     "SchedulerStats",
+    "SpecDecodingStats",
     "StructuredOutputManager",
     "UtilityOutput",
 ]
@@ -110,6 +117,7 @@ __getattr__ = exports_on_use(
     (
         "async_scheduler",
         "encoder_cache",
+        "encoder_decoder_cache",
         "engine_output",
         "features",
         "model_output",

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from jubako.scheduler.engine_output import EncoderCacheStats
 from jubako.scheduler.request import Request
 
 EncoderInput = tuple[str, int]
 """A request id and the index of one of its media items."""
+
+_LOADING: EncoderInput = ("ec:load", 0)
+"""Refers to what is being loaded, for itself."""
 
 
 class EncoderCacheManager:
@@ -36,7 +40,23 @@ class EncoderCacheManager:
         self.freed: list[str] = []
         self.pending: set[str] = set()
         """Outputs that are computed or loaded in this step."""
+        self.loading: set[str] = set()
+        """Outputs whose room is taken, but which have yet to come from elsewhere."""
+        self._sending: dict[str, set[EncoderInput]] = {}
+        """References that stay until an output has been sent."""
         self._sizes: dict[str, int] = {}
+        self._stats = EncoderCacheStats()
+
+    def count(self, *, hits: int, loads: int, misses: int) -> None:
+        """Note where the items of a chunk come from."""
+        self._stats.queries += hits + loads + misses
+        self._stats.hits += hits
+        self._stats.loads += loads
+
+    def take_stats(self) -> EncoderCacheStats:
+        """The statistics since the last call."""
+        stats, self._stats = self._stats, EncoderCacheStats()
+        return stats
 
     @property
     def usage(self) -> float:
@@ -98,11 +118,13 @@ class EncoderCacheManager:
 
     def free_encoder_input(self, request: Request, input_id: int) -> None:
         """The request needs this item no longer."""
-        identifier = request.mm_features[input_id].identifier
+        self._release(request.mm_features[input_id].identifier, (request.request_id, input_id))
+
+    def _release(self, identifier: str, reference: EncoderInput) -> None:
         references = self.cached.get(identifier)
-        if references is None or (request.request_id, input_id) not in references:
+        if references is None or reference not in references:
             return
-        references.discard((request.request_id, input_id))
+        references.discard(reference)
         if not references:
             self.freeable[identifier] = self._sizes[identifier]
             self.num_freeable_slots += self._sizes[identifier]
@@ -111,6 +133,38 @@ class EncoderCacheManager:
         """The request needs none of its items any longer."""
         for input_id in range(len(request.mm_features)):
             self.free_encoder_input(request, input_id)
+
+    def begin_load(self, request: Request, input_id: int) -> None:
+        """Like `allocate`, but the output comes from elsewhere, some time; until `end_load` its
+        room stays taken, whoever ends."""
+        self.allocate(request, input_id)
+        identifier = request.mm_features[input_id].identifier
+        self.cached[identifier].add(_LOADING)
+        self.loading.add(identifier)
+
+    def end_load(self, identifier: str) -> None:
+        """The output has come, or is not waited for any more; unknown ones are ignored."""
+        self.loading.discard(identifier)
+        self._release(identifier, _LOADING)
+
+    def keep_for_sending(self, request: Request) -> None:
+        """What an ended request holds stays until it is reported as sent."""
+        owner = f"ec:{request.request_id}"
+        for input_id in self.get_cached_input_ids(request):
+            identifier = request.mm_features[input_id].identifier
+            reference = (owner, input_id)
+            self.cached[identifier].add(reference)
+            self._sending.setdefault(identifier, set()).add(reference)
+
+    def release_sent(self, identifier: str) -> None:
+        """An output has been sent; unknown ones are ignored."""
+        for reference in self._sending.pop(identifier, ()):
+            self._release(identifier, reference)
+
+    @property
+    def num_sending(self) -> int:
+        """Outputs that are kept for sending."""
+        return len(self._sending)
 
     def get_cached_input_ids(self, request: Request) -> set[int]:
         """Items that the request holds."""
@@ -159,6 +213,8 @@ class EncoderCacheManager:
 
     def _forget(self, identifier: str) -> None:
         del self.cached[identifier]
+        self._sending.pop(identifier, None)
+        self.loading.discard(identifier)
         size = self._sizes.pop(identifier)
         self.pending.discard(identifier)
         self.num_free_slots += size

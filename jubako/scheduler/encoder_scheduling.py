@@ -25,6 +25,8 @@ class EncoderChunk:
     """Items equal to an earlier one of these two lists."""
     claimed: list[int] = field(default_factory=list)
     """Items found in the cache, newly held by the request."""
+    is_cut: bool = False
+    """Whether the chunk ends before an item that cannot be had."""
 
 
 def plan_encoder_chunk(
@@ -37,13 +39,16 @@ def plan_encoder_chunk(
     split_items: bool = True,
     ec_connector: ECConnector | None = None,
     shift: int = 0,
+    is_encoder_decoder: bool = False,
 ) -> EncoderChunk:
     """Decide for the tokens `[num_computed_tokens, num_computed_tokens + num_new_tokens)`.
 
     An item is encoded whole or not at all, though its positions may be computed over several
     chunks if `split_items`. `shift` is how many positions further a drafter looks. Items found in
     the cache are held at once: a caller that does not schedule the chunk must give them back with
-    `release_claims`. The others are only promised; `commit` takes them.
+    `release_claims`. The others are only promised; `commit` takes them. What is being loaded
+    outside steps cannot be had yet. An encoder-decoder model reads its items before its first token
+    only, all of them, wherever they stand.
     """
     chunk = EncoderChunk(num_new_tokens, compute_budget)
     start = num_computed_tokens
@@ -52,6 +57,8 @@ def plan_encoder_chunk(
     for input_id, feature in enumerate(request.mm_features):
         position = feature.mm_position
         first, end = position.offset, position.offset + position.length
+        if is_encoder_decoder:
+            first, end = 0, 1
         stop = start + chunk.num_new_tokens
         if first >= stop + shift:
             break
@@ -59,17 +66,24 @@ def plan_encoder_chunk(
             continue
         if not split_items and stop < end:
             chunk.num_new_tokens = max(first - start, 0)
+            chunk.is_cut = True
             break
         identifier = feature.identifier
-        if identifier in seen:
+        if identifier in seen and not is_encoder_decoder:
             chunk.repeated.append(input_id)
             continue
+        if identifier in cache.loading:
+            chunk.num_new_tokens = max(first - start, 0)
+            chunk.is_cut = True
+            break
         held = (request.request_id, input_id) in cache.cached.get(identifier, ())
         if held or cache.check_and_update_cache(request, input_id):
             if not held:
                 chunk.claimed.append(input_id)
             continue
-        if not _needs_embeddings(position.is_embed, first, start, min(stop + shift, end)):
+        if not is_encoder_decoder and not _needs_embeddings(
+            position.is_embed, first, start, min(stop + shift, end)
+        ):
             continue
         size = request.media_embeds[input_id]
         if (
@@ -83,6 +97,7 @@ def plan_encoder_chunk(
             chunk.compute_budget -= size
         else:
             chunk.num_new_tokens = max(first - start, 0)
+            chunk.is_cut = True
             break
         promised += size
         seen.add(identifier)
@@ -101,13 +116,13 @@ def commit(
     cache: EncoderCacheManager,
     ec_connector: ECConnector | None = None,
 ) -> None:
-    """The chunk runs: hold its items."""
+    """The chunk runs: hold its items. Without `ec_connector` the loads are left to the caller."""
     for input_id in chunk.inputs:
         cache.allocate(request, input_id)
     for input_id in chunk.external:
         cache.allocate(request, input_id)
-        assert ec_connector is not None
-        ec_connector.update_state_after_alloc(request, input_id)
+        if ec_connector is not None:
+            ec_connector.update_state_after_alloc(request, input_id)
     for input_id in chunk.repeated:
         cache.allocate(request, input_id)
 

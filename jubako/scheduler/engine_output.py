@@ -45,7 +45,7 @@ class EngineCoreEvent(msgspec.Struct, array_like=True):
         return cls(type, time.monotonic() if timestamp is None else timestamp)
 
 
-class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one request produced in a step."""
 
     request_id: str
@@ -73,6 +73,39 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
         return self.finish_reason is not None
 
 
+class SpecDecodingStats(msgspec.Struct, kw_only=True):
+    """Drafts that were verified since the last report; what a grammar refused is left out."""
+
+    num_spec_tokens: int = 0
+    """Most drafts that one request brought."""
+    num_drafts: int = 0
+    """Requests with drafts, over all steps."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+
+    def observe(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count one request's drafts of one step."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        self.num_spec_tokens = max(self.num_spec_tokens, num_draft_tokens)
+        per_position = self.num_accepted_tokens_per_pos
+        per_position += [0] * (num_draft_tokens - len(per_position))
+        for position in range(num_accepted_tokens):
+            per_position[position] += 1
+
+
+class EncoderCacheStats(msgspec.Struct, kw_only=True):
+    """Media items that were wanted since the last report, and where they came from."""
+
+    queries: int = 0
+    hits: int = 0
+    """Found in the encoder cache."""
+    loads: int = 0
+    """Loaded through the encoder-cache connector."""
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True):
     """The state of the scheduler and the KV cache after a step."""
 
@@ -89,6 +122,17 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     """Preemptions since the last report."""
     num_scheduled_tokens: int = 0
     """Tokens computed in the step."""
+    spec_decoding_stats: SpecDecodingStats | None = None
+    """None where nothing was drafted."""
+    kv_connector_stats: Any = None
+    waiting_lora_adapters: dict[str, int] = {}
+    """Waiting requests with each adapter, by its name."""
+    running_lora_adapters: dict[str, int] = {}
+    encoder_cache_stats: EncoderCacheStats | None = None
+    kv_unknown_reports: int = 0
+    """Reports of KV transfers that nothing is known of, since the start."""
+    num_parked_reqs: int = 0
+    """Of the waiting requests, sessions without input."""
 
 
 class UtilityOutput(msgspec.Struct, array_like=True):

@@ -39,3 +39,5 @@ class LoRARequest(msgspec.Struct, frozen=True):
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
+    load_generation: int = 0
+    """How often weights were loaded anew under this name; KV of another generation is not found."""

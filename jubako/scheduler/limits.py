@@ -46,6 +46,45 @@ def check_options(config: JubakoConfig, kv_cache_config: KVCacheConfig, max_mode
         )
 
 
+def check_hooks(connector: object, *, is_encoder_decoder: bool) -> None:
+    """Raise `ConfigError` for hooks that do not go with the model."""
+    if connector is not None and is_encoder_decoder:
+        raise ConfigError(
+            "kv_connector is set, but this model has cross attention, whose KV cannot be "
+            "transferred; leave it out.",
+            "kv_connector",
+        )
+
+
+def check_length(num_tokens: int, max_model_len: int, *, generates: bool = True) -> None:
+    """Raise `ValidationError` for a prompt that is too long."""
+    # A generating request needs a place for its first token.
+    limit = max_model_len - generates
+    if num_tokens > limit:
+        raise ValidationError(
+            f"The prompt has {num_tokens} tokens; at most {limit} fit a context of "
+            f"{max_model_len}.",
+            "prompt",
+            num_tokens,
+            code="context_length_exceeded",
+        )
+
+
+def check_session(request: Request) -> None:
+    """Raise `NotImplementedFeatureError` for a piece of streaming input that cannot be taken."""
+    if request.sampling_params is None:
+        raise NotImplementedFeatureError("Streaming input works for generation only.", "resumable")
+    if request.uses_grammar:
+        raise NotImplementedFeatureError(
+            "Streaming input does not work with structured outputs; leave one of them out.",
+            "structured_outputs",
+        )
+    if request.prompt_token_ids is None:
+        raise NotImplementedFeatureError(
+            "Streaming input must be tokens, not embeddings.", "prompt_embeds"
+        )
+
+
 def check_request(
     request: Request, *, max_model_len: int, policy: str, media_room: int, has_grammars: bool
 ) -> None:
@@ -54,7 +93,7 @@ def check_request(
     `media_room` is the largest media item, in embeddings, that can be encoded.
     """
     if request.resumable:
-        raise NotImplementedFeatureError("Streaming input is not supported.", "resumable")
+        check_session(request)
     if request.priority != 0 and policy != "priority":
         raise ValidationError(
             "priority must be 0 unless the engine runs with scheduling_policy=priority, "
@@ -64,16 +103,8 @@ def check_request(
         )
     if request.num_prompt_tokens == 0:
         raise ValidationError("The prompt is empty; it needs at least one token.", "prompt")
-    # A generating request needs a place for its first token.
-    limit = max_model_len - (request.sampling_params is not None)
-    if request.num_prompt_tokens > limit:
-        raise ValidationError(
-            f"The prompt has {request.num_prompt_tokens} tokens; at most {limit} fit a context of "
-            f"{max_model_len}.",
-            "prompt",
-            request.num_prompt_tokens,
-            code="context_length_exceeded",
-        )
+    generates = request.sampling_params is not None
+    check_length(request.num_prompt_tokens, max_model_len, generates=generates)
     if request.uses_grammar and not has_grammars:
         raise NotImplementedFeatureError(
             "Structured outputs are not supported by this engine.", "structured_outputs"

@@ -50,6 +50,9 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     kv_cache_events: Any = None
     invalid_block_ids: set[int] = set()
     expected_finished_count: int = 0
+    failed_recving: set[str] | None = None
+    """Loads that have ended without bringing all; not among `finished_recving`."""
+    failed_sending: set[str] | None = None
 
 
 class ECConnectorOutput(msgspec.Struct, kw_only=True):

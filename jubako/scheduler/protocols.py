@@ -18,7 +18,12 @@ from jubako.scheduler.request import Request
 
 
 class StructuredOutputManager(Protocol):
-    """Grammars that constrain what requests may generate."""
+    """Grammars that constrain what requests may generate.
+
+    It may also have `take_ready() -> Iterable[str]`: ids of requests whose grammars have been
+    compiled, or could not be, since the last call. Then a request that waits for its grammar is
+    asked about when it arrives and when it is named; without it, in every step.
+    """
 
     def is_ready(self, request: Request) -> bool:
         """Whether the request's grammar is compiled; raises if it cannot be."""
@@ -44,37 +49,56 @@ class StructuredOutputManager(Protocol):
 
 
 class KVConnector(Protocol):
-    """The scheduler's half of a connector that brings KV from elsewhere and takes it there."""
+    """The scheduler's half of a connector that brings KV from elsewhere and takes it there.
+
+    It may also have `on_new_request(request)`, called when a request arrives;
+    `get_kv_connector_stats()`, whose result joins the workers' statistics; `take_events()`, cache
+    events since the last call; `has_pending_push_work()`, whether to go on stepping although no
+    request is left; `cancel_lookup(request)` and `cancel_load(request)`, when an answer or a
+    report is overdue.
+    """
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens beyond the local ones that can be loaded (None: not known yet), and whether the
-        load takes place outside a step."""
+        """Tokens beyond the `num_computed_tokens` local ones that can be loaded now, and whether
+        the load takes place outside a step. None: not known yet, ask again.
+
+        Asked any number of times before blocks are allocated, with the same answer and no other
+        effect; the request may be aborted at any time. The whole is at most all known tokens for a
+        load outside a step, one less for one inside. An answer is rounded down to a length at which
+        the request can go on.
+        """
         ...
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The request has the blocks that the load will fill."""
+        """A waiting request got blocks: all that it has, null ones included. The connector fills
+        `num_external_tokens` of them, perhaps none. Called again with 0 when a request goes on
+        after a load outside a step."""
         ...
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        """This step's instructions for the workers' halves."""
+        """This step's instructions for the workers' halves. Once at the end of every `schedule`,
+        also of one without tokens; the argument must stay as it is."""
         ...
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the workers' halves report."""
+        """What the workers' halves report; once a step, before blocks come free."""
         ...
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks must outlive the request, and parameters for its last output."""
+        """Whether the blocks must outlive the request until it is reported as sent, and parameters
+        for its last output. Once for every request, whatever its end, with its final status;
+        `block_ids` are those with KV, one list a group."""
         ...
 
-    def reset_cache(self) -> bool:
-        """Forget what is stored elsewhere; False if that is not possible now."""
+    def reset_cache(self) -> bool | None:
+        """Forget what is stored elsewhere; False if that is not possible now, None if nothing is
+        stored."""
         ...
 
     def shutdown(self) -> None:
@@ -83,7 +107,12 @@ class KVConnector(Protocol):
 
 
 class ECConnector(Protocol):
-    """The scheduler's half of a connector that shares encoder outputs."""
+    """The scheduler's half of a connector that shares encoder outputs.
+
+    It may also have `ensure_cache_available(request, num_computed_tokens)`, asked before a request
+    is admitted. False: transfers that it needs are under way, and what comes of them will be
+    reported as received or failed, by identifier; until then the request waits.
+    """
 
     def has_cache_item(self, identifier: str) -> bool:
         """Whether the output can be loaded; fast, and without side effects."""
@@ -98,11 +127,11 @@ class ECConnector(Protocol):
         ...
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
-        """What the workers' halves report."""
+        """What the workers' halves report; the ids are identifiers of outputs."""
         ...
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Whether its encoder outputs must be kept until they are sent."""
+        """Whether its encoder outputs must be kept until they are reported as sent."""
         ...
 
     def shutdown(self) -> None:

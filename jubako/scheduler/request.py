@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import IntEnum, auto
 from typing import Any
@@ -79,10 +80,14 @@ class Request:
         "cache_salt",
         "client_index",
         "drop_stale_tokens",
+        "encodes_all",
+        "ending_token_ids",
         "eos_token_id",
         "events",
         "hash_block_size",
+        "is_plain",
         "is_prefill_chunk",
+        "is_steady",
         "kv_event_tokens",
         "kv_transfer_params",
         "lora_request",
@@ -92,7 +97,9 @@ class Request:
         "mm_features",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_draft_placeholders",
         "num_external_computed_tokens",
+        "num_failed_loads",
         "num_in_flight_tokens",
         "num_output_placeholders",
         "num_overtaken",
@@ -100,6 +107,7 @@ class Request:
         "num_prompt_tokens",
         "num_stale_tokens",
         "num_tokens",
+        "pending_pieces",
         "pooling_params",
         "priority",
         "prompt_embeds",
@@ -108,6 +116,7 @@ class Request:
         "resumable",
         "sampling_params",
         "seed",
+        "shared_prefix_tokens",
         "skip_reading_prefix_cache",
         "spec_token_ids",
         "status",
@@ -195,6 +204,18 @@ class Request:
         self.uses_grammar = (
             sampling_params is not None and sampling_params.structured_outputs is not None
         )
+        self.is_plain = (
+            sampling_params is not None
+            and sampling_params.logprobs is None
+            and not self.uses_grammar
+            and trace_headers is None
+            and not resumable
+        )
+        """Whether nothing but tokens is told of it."""
+        self.ending_token_ids = self.stop_token_ids
+        """Tokens that may end it."""
+        if eos_token_id is not None:
+            self.ending_token_ids |= {eos_token_id}
         self.status = RequestStatus.WAITING_FOR_FSM if self.uses_grammar else RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.events: list[EngineCoreEvent] = []
@@ -212,8 +233,23 @@ class Request:
         self.kv_event_tokens = 0
         """Below this many tokens its block tables need no attention; see `KVCacheManager`."""
 
+        self.num_failed_loads = 0
+        """Loads of its KV that failed; after one it is computed here."""
+        self.encodes_all = False
+        """Whether its media are encoded here, whoever offers them."""
+        self.shared_prefix_tokens = 0
+        """Tokens that others have begun with too; recurrent states are worth keeping there."""
+        self.pending_pieces: deque[Request | None] | None = None
+        """Of a session, input that has come and is not applied yet; None: the session ends."""
+
+        self.is_steady = False
+        """Whether it is served among the steady decodes."""
+
         self.num_output_placeholders = 0
-        """Output tokens that steps in flight will bring (asynchronous scheduling)."""
+        """Output tokens that steps in flight will bring, if all their drafts are accepted
+        (asynchronous scheduling)."""
+        self.num_draft_placeholders = 0
+        """Of those, the drafts."""
         self.num_in_flight_tokens = 0
         """Scheduled tokens whose step has not come back."""
         self.num_stale_tokens = 0
@@ -245,6 +281,13 @@ class Request:
         """A copy of the generated tokens."""
         return self.all_token_ids[self.num_prompt_tokens :]
 
+    def is_inside_media(self, position: int) -> bool:
+        """Whether a chunk that ends before `position` splits a media item."""
+        return position < self.media_end and any(
+            f.mm_position.offset < position < f.mm_position.offset + f.mm_position.length
+            for f in self.mm_features
+        )
+
     def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
         """Add generated tokens, and the hashes of the blocks that they fill."""
         if isinstance(token_ids, int):
@@ -255,6 +298,22 @@ class Request:
             self.num_tokens = len(self.all_token_ids)
         if self.num_tokens >= self.tokens_to_next_hash:
             self.extend_block_hashes()
+
+    def take_params_of(self, piece: Request) -> None:
+        """Answer the known tokens as another request's parameters want it."""
+        params = piece.sampling_params
+        assert params is not None
+        self.sampling_params = params
+        self.max_tokens = piece.max_tokens
+        self.eos_token_id = piece.eos_token_id
+        self.stop_token_ids = piece.stop_token_ids
+        self.ending_token_ids = piece.ending_token_ids
+        self.stop_reason = None
+        if params.seed is not None:
+            self.seed = params.seed
+        self.total_token_limit = UNLIMITED_TOKENS
+        if self.max_tokens is not None:
+            self.total_token_limit = self.num_tokens + self.max_tokens
 
     # -- block hashes -------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from jubako.scheduler.encoder_scheduling import (
 )
 from jubako.scheduler.fair_share import MAX_SHARING_PREFILLS, fair_share
 from jubako.scheduler.request import Request
-from jubako.scheduler.state import SchedulerState
 from jubako.scheduler.step_plan import StepPlan
+from jubako.scheduler.waking import Waking
 
 
 class Verdict(Enum):
@@ -21,7 +21,9 @@ class Verdict(Enum):
 
     SCHEDULED = auto()
     SET_ASIDE = auto()
-    """It waits for something else than room; others go on."""
+    """It cannot be decided now; others go on, and it is looked at again in the next step."""
+    BLOCKED = auto()
+    """It waits for an event; others go on."""
     NO_ROOM = auto()
     """Blocks or encoder outputs do not fit now."""
     NO_BUDGET = auto()
@@ -29,8 +31,34 @@ class Verdict(Enum):
     FAILED = auto()
 
 
-class RunningPlanner(SchedulerState):
+class RunningPlanner(Waking):
     """The first phase of a step: requests that run, in the order of their admission."""
+
+    plans_steady = True
+    """Whether a step comes back before the next is planned, so that decodes may be steady."""
+
+    def _schedule_steady(self, plan: StepPlan) -> None:
+        """One token for each steady decode, unless some of them would have to give way."""
+        steady = self._steady
+        if self._in_flight is not None or self.num_lookahead_tokens:
+            steady.clear(self.running)
+            return
+        requests = steady.refresh(self.running, only_first=not self.fair_prefill)
+        if not requests:
+            return
+        try:
+            done = steady.allocate(self.kv_cache_manager, plan.new_block_ids)
+        except Exception:
+            # Whose fault it is shows when each is looked at alone.
+            done = False
+        if not done:
+            steady.clear(self.running)
+            return
+        plan.steady = steady
+        plan.num_scheduled = dict.fromkeys(steady.request_ids, 1)
+        plan.token_budget -= len(requests)
+        if self.running[len(requests) - 1] is requests[-1]:
+            plan.position = len(requests)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         running = self.running
@@ -38,6 +66,9 @@ class RunningPlanner(SchedulerState):
         num_scheduled = plan.num_scheduled
         while plan.position < len(running) and plan.token_budget > 0:
             request = running[plan.position]
+            if request.is_steady:
+                plan.position += 1
+                continue
             computed = request.num_computed_tokens
             count = request.num_tokens + len(request.spec_token_ids) - computed
             chunk: EncoderChunk | None = None
@@ -45,6 +76,8 @@ class RunningPlanner(SchedulerState):
                 if count != 1 or request.num_output_placeholders or computed < request.media_end:
                     count += request.num_output_placeholders
                     count = self._limit_running(request, count, plan)
+                    if self.chunk_ends.block_size > 1:
+                        count = self._round_chunk(request, computed, count, plan)
                     if count > 0 and computed < request.media_end:
                         chunk = self._plan_media(request, computed, count, plan)
                         count = chunk.num_new_tokens
@@ -74,12 +107,13 @@ class RunningPlanner(SchedulerState):
     def _limit_running(self, request: Request, count: int, plan: StepPlan) -> int:
         """Cut the tokens that a running request wants to what it may have in this step."""
         computed = request.num_computed_tokens
-        in_flight = request.num_output_placeholders
+        # Each step in flight brings one token at least.
+        in_flight = request.num_output_placeholders - request.num_draft_placeholders
         if in_flight and request.num_tokens + in_flight >= request.total_token_limit:
             # What is under way reaches the end.
             return 0
         if request.num_tokens - computed > 1:
-            count = self._limit_prefill(request, count, plan)
+            count = self._limit_prefill(request, computed, count, plan)
         elif plan.draft_share is not None and request.spec_token_ids:
             behind = len(self.running) - plan.position - 1
             count = min(count, 1 + plan.draft_share, max(plan.token_budget - behind, 1))
@@ -87,30 +121,62 @@ class RunningPlanner(SchedulerState):
         last = self.max_model_len - (request.sampling_params is not None)
         return min(count, plan.token_budget, last - computed)
 
-    def _limit_prefill(self, request: Request, count: int, plan: StepPlan) -> int:
-        """Cut a chunk to the long-prefill threshold and the fair share."""
+    def _limit_prefill(self, request: Request, computed: int, count: int, plan: StepPlan) -> int:
+        """Cut a chunk behind `computed` tokens to the long-prefill threshold and the fair share."""
+        at_least = self._unsplittable(request, computed)
         threshold = self._prefill_threshold(request)
         if 0 < threshold < count:
-            count = threshold
+            count = min(max(threshold, at_least), count)
         if self.fair_prefill and count > 1:
             share = self._share_for(request, plan)
             if share is not None and share < count:
                 plan.shortened[request.request_id] = count
-                count = share
+                count = min(max(share, at_least), count)
         return count
 
-    def _prefill_threshold(self, request: Request) -> int:
-        options = self.config.scheduler_config
-        threshold = options.long_prefill_token_threshold
-        if threshold == 0 or (self.fair_prefill and len(self.requests) == 1):
-            return 0
-        if options.disable_chunked_mm_input:
-            # An item that may not be split must fit into the chunk, whatever its length.
-            computed = request.num_computed_tokens
+    def _unsplittable(self, request: Request, computed: int) -> int:
+        """Tokens of a media item that begins here or has begun, if it may not be split: it must fit
+        into the chunk, whatever its length."""
+        if computed < request.media_end and (
+            self.config.scheduler_config.disable_chunked_mm_input and not self.is_encoder_decoder
+        ):
             for feature in request.mm_features:
                 position = feature.mm_position
                 if position.offset <= computed < position.offset + position.length:
-                    threshold = max(threshold, position.offset + position.length - computed)
+                    return position.offset + position.length - computed
+        return 0
+
+    def _round_chunk(self, request: Request, computed: int, count: int, plan: StepPlan) -> int:
+        """End a chunk where recurrent layers want it; 0: wait for a step with more room."""
+        wanted = plan.shortened.get(request.request_id, count)
+        threshold = self.config.scheduler_config.long_prefill_token_threshold
+        decodes = len(self.running) - len(self._prefilling)
+        reachable = self.max_num_scheduled_tokens - decodes
+        if threshold:
+            reachable = min(reachable, threshold)
+        rounded = self.chunk_ends.round(
+            request,
+            computed,
+            count,
+            possible=min(wanted, plan.token_budget),
+            reachable=reachable,
+        )
+        if rounded and self.config.scheduler_config.disable_chunked_mm_input:
+            while rounded > 0 and request.is_inside_media(computed + rounded):
+                rounded -= self.chunk_ends.block_size
+            # An item that may not be split matters more than a state.
+            return rounded if rounded > 0 else count
+        return rounded
+
+    def _round_before_media(self, computed: int, count: int) -> int:
+        """End a chunk that media cut at the last border, if there is one in it."""
+        end = (computed + count) // self.chunk_ends.block_size * self.chunk_ends.block_size
+        return end - computed if end > computed else count
+
+    def _prefill_threshold(self, request: Request) -> int:
+        threshold = self.config.scheduler_config.long_prefill_token_threshold
+        if self.fair_prefill and len(self.requests) == 1:
+            return 0
         return threshold
 
     def _share_for(self, request: Request, plan: StepPlan) -> int | None:
@@ -167,10 +233,15 @@ class RunningPlanner(SchedulerState):
         manager = self.kv_cache_manager
         while True:
             blocks = manager.allocate_slots(
-                request, count, num_lookahead_tokens=self.num_lookahead_tokens
+                request,
+                count,
+                num_lookahead_tokens=self.num_lookahead_tokens,
+                delay_cache_blocks=self.transfers.is_unconfirmed(request.request_id),
             )
             if blocks is not None:
                 break
+            if self._reclaim_blocks():
+                continue
             victim = self._choose_victim()
             if victim is request and len(self.running) == 1 and not self._others_hold_blocks():
                 self._fail(request, self._too_long_message(request))
@@ -209,7 +280,7 @@ class RunningPlanner(SchedulerState):
 
     def _displace(self, plan: StepPlan) -> None:
         """Preempt running requests for more urgent ones that find every place taken."""
-        if not self.waiting or len(self.running) < self.max_num_running_reqs:
+        if not self.waiting.has_ready or len(self.running) < self.max_num_running_reqs:
             return
         if max(self.running).priority <= self.waiting.peek().priority:
             return
@@ -232,19 +303,33 @@ class RunningPlanner(SchedulerState):
     def _plan_media(
         self, request: Request, computed: int, count: int, plan: StepPlan
     ) -> EncoderChunk:
-        return plan_encoder_chunk(
+        chunk = plan_encoder_chunk(
             request,
             computed,
             count,
             plan.encoder_budget,
             self.encoder_cache_manager,
             split_items=not self.config.scheduler_config.disable_chunked_mm_input,
-            ec_connector=self.ec_connector,
+            ec_connector=None if request.encodes_all else self.ec_connector,
+            is_encoder_decoder=self.is_encoder_decoder,
         )
+        if chunk.is_cut and self.chunk_ends.block_size > 1:
+            rounded = self._round_before_media(computed, chunk.num_new_tokens)
+            if not request.is_inside_media(computed + rounded):
+                chunk.num_new_tokens = rounded
+        return chunk
 
     def _commit_media(self, request: Request, chunk: EncoderChunk, plan: StepPlan) -> None:
-        commit(request, chunk, self.encoder_cache_manager, self.ec_connector)
+        # The connector is told when nobody can be taken out of the step any more.
+        commit(request, chunk, self.encoder_cache_manager)
         plan.encoder_budget = chunk.compute_budget
+        self.encoder_cache_manager.count(
+            hits=len(chunk.claimed) + len(chunk.repeated),
+            loads=len(chunk.external),
+            misses=len(chunk.inputs),
+        )
+        if chunk.external:
+            plan.external_inputs[request.request_id] = chunk.external
         if chunk.inputs:
             plan.encoder_inputs[request.request_id] = chunk.inputs
 
@@ -252,6 +337,7 @@ class RunningPlanner(SchedulerState):
         """Take a victim's encoder work out of the step; whoever counts on it takes over."""
         inputs = plan.encoder_inputs.pop(victim.request_id, [])
         plan.encoder_budget += sum(victim.media_embeds[i] for i in inputs)
+        plan.external_inputs.pop(victim.request_id, None)
         everything = range(len(victim.mm_features))
         for _, (heir_id, input_id) in self.encoder_cache_manager.rollback(victim, everything):
             heir = self.requests[heir_id]

@@ -9,12 +9,22 @@ waiting requests. `update_from_output` takes the tokens of the step and ends req
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from jubako.scheduler.admission import AdmissionPlanner
-from jubako.scheduler.engine_output import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from jubako.scheduler.engine_output import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    SchedulerStats,
+    SpecDecodingStats,
+)
 from jubako.scheduler.model_output import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from jubako.scheduler.output import GrammarOutput, SchedulerOutput
+from jubako.scheduler.protocols import StructuredOutputManager
 from jubako.scheduler.request import Request, RequestStatus
 from jubako.scheduler.step_plan import StepPlan
 from jubako.scheduler.stop import check_stop
@@ -33,22 +43,43 @@ class Scheduler(AdmissionPlanner):
             encoder_budget=self.max_encoder_tokens,
             timestamp=time.monotonic(),
         )
+        if not self.is_paused:
+            # What has been loaded is there, so it may be shared at once.
+            self._wake_blocked(plan.timestamp)
         self.kv_cache_manager.new_step_starts()
         # Earlier steps run before this one, so what they registered holds.
-        self.kv_cache_manager.take_registered_block_ids()
+        self.kv_cache_manager.settle_registered_blocks()
         self.encoder_cache_manager.new_step_starts()
+        if self.is_paused:
+            return self._finish_plan(plan)
+        if self._cut_back_ids:
+            plan.preempted, self._cut_back_ids = self._cut_back_ids, set()
         if self.policy == "priority":
             self._displace(plan)
         if self._has_drafts:
             plan.draft_share = self._draft_share()
+        self._schedule_steady(plan)
         self._schedule_running(plan)
-        if self.waiting and not plan.preempted:
+        if self.waiting.has_ready and not plan.preempted:
             self._schedule_waiting(plan)
         if plan.shortened and plan.token_budget > 0 and not plan.preempted:
             self._spend_leftover(plan)
         return self._finish_plan(plan)
 
+    def _order_encoder_outputs(self, plan: StepPlan) -> None:
+        """Tell the connector which encoder outputs the step loads."""
+        assert self.ec_connector is not None
+        for request_id, inputs in list(plan.external_inputs.items()):
+            request = self.requests[request_id]
+            try:
+                for input_id in inputs:
+                    self.ec_connector.update_state_after_alloc(request, input_id)
+            except Exception as error:
+                self._fail_in_step(request, plan, error)
+
     def _finish_plan(self, plan: StepPlan) -> SchedulerOutput:
+        if plan.external_inputs:
+            self._order_encoder_outputs(plan)
         output = plan.to_output(
             self.kv_cache_manager,
             self.prev_step_scheduled_req_ids,
@@ -65,17 +96,32 @@ class Scheduler(AdmissionPlanner):
         output.free_encoder_mm_hashes = self.encoder_cache_manager.get_freed_mm_hashes()
         if self.structured_output_manager is not None:
             output.has_structured_output_requests = any(
-                self.requests[request_id].uses_grammar for request_id in plan.num_scheduled
+                request.uses_grammar
+                for planned in (plan.running, plan.new, plan.resumed)
+                for request in planned
             )
-        if self.connector is not None:
-            output.kv_connector_metadata = self.connector.build_connector_meta(output)
+        output.kv_connector_metadata, told = self.transfers.build_metadata(output)
+        for request in plan.loading:
+            load = self.transfers.step_loads.get(request.request_id)
+            if load is not None:
+                load.step = output
+        if not told:
+            self._fail_untold_loads(plan.loading)
+        output.ec_connector_metadata, told = self.encoder_transfers.build_metadata(output)
+        if not told:
+            self._untold_outputs = output, self._identifiers(plan.external_inputs)
         if self.ec_connector is not None:
-            output.ec_connector_metadata = self.ec_connector.build_connector_meta(output)
-        self.prev_step_scheduled_req_ids = set(plan.num_scheduled)
+            self._note_loading_outputs(plan, output)
+        self.prev_step_scheduled_req_ids = plan.num_scheduled.keys()
         self._num_scheduled_tokens = output.total_num_scheduled_tokens
         self._step_counter += 1
         self._has_drafts = False
         self._update_after_schedule(plan, output)
+        if plan.steady is not None:
+            self._in_flight = output, plan.steady.requests
+        else:
+            self._steady.clear(self.running)
+            self._in_flight = output, []
         return output
 
     @property
@@ -85,6 +131,8 @@ class Scheduler(AdmissionPlanner):
 
     def _update_after_schedule(self, plan: StepPlan, output: SchedulerOutput) -> None:
         """Count the step's tokens as computed; the records keep the counts from before it."""
+        if plan.steady is not None:
+            plan.steady.advance()
         num_scheduled = plan.num_scheduled
         prefilling = self._prefilling
         for requests in (plan.running, plan.new, plan.resumed):
@@ -103,7 +151,8 @@ class Scheduler(AdmissionPlanner):
     def _release_media(self, request: Request) -> None:
         for input_id, feature in enumerate(request.mm_features):
             position = feature.mm_position
-            if position.offset + position.length <= request.num_computed_tokens:
+            end = 1 if self.is_encoder_decoder else position.offset + position.length
+            if end <= request.num_computed_tokens:
                 self.encoder_cache_manager.free_encoder_input(request, input_id)
 
     # -- drafts and grammars ------------------------------------------------------------------
@@ -119,8 +168,14 @@ class Scheduler(AdmissionPlanner):
             if request.status is not RequestStatus.RUNNING:
                 continue
             if request.uses_grammar and self.structured_output_manager is not None:
-                drafts = self.structured_output_manager.validate_drafts(request, drafts)
+                try:
+                    drafts = self.structured_output_manager.validate_drafts(request, drafts)
+                except Exception as error:
+                    self._fail_with(request, error)
+                    continue
             request.spec_token_ids = list(drafts)
+            if drafts:
+                self._steady.leave(request)
             self._has_drafts = self._has_drafts or bool(drafts)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
@@ -135,10 +190,35 @@ class Scheduler(AdmissionPlanner):
         ]
         if not requests:
             return None
+        return self._fill_bitmask(manager, requests, scheduler_output)
+
+    def _fill_bitmask(
+        self,
+        manager: StructuredOutputManager,
+        requests: list[Request],
+        scheduler_output: SchedulerOutput,
+    ) -> GrammarOutput | None:
         drafts = scheduler_output.scheduled_spec_decode_tokens
+        try:
+            bitmask = manager.grammar_bitmask(requests, drafts)
+        except Exception as error:
+            if len(requests) == 1:
+                self._fail_with(requests[0], error)
+                return None
+            # Whose fault it is shows when each is asked for alone.
+            parts = [self._fill_bitmask(manager, [r], scheduler_output) for r in requests]
+            good = [part for part in parts if part is not None]
+            if not good:
+                return None
+            return GrammarOutput(
+                structured_output_request_ids=[
+                    request_id for part in good for request_id in part.structured_output_request_ids
+                ],
+                grammar_bitmask=np.concatenate([part.grammar_bitmask for part in good]),
+            )
         return GrammarOutput(
             structured_output_request_ids=[request.request_id for request in requests],
-            grammar_bitmask=manager.grammar_bitmask(requests, drafts),
+            grammar_bitmask=bitmask,
         )
 
     # -- after the model ----------------------------------------------------------------------
@@ -147,15 +227,24 @@ class Scheduler(AdmissionPlanner):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Append the step's tokens, end requests; what each front end is to hear, by its index."""
-        if self.ec_connector is not None and model_runner_output.ec_connector_output is not None:
-            self.ec_connector.update_connector_output(model_runner_output.ec_connector_output)
+        void = self._take_failures(scheduler_output, model_runner_output)
         outputs: dict[int, list[EngineCoreOutput]] = {}
         ended: set[Request] = set()
         requests = self.requests
         rows = model_runner_output.req_id_to_index
-        for request_id in scheduler_output.num_scheduled_tokens:
+        remaining: Iterable[str] = scheduler_output.num_scheduled_tokens
+        if self._in_flight is not None and self._in_flight[0] is scheduler_output:
+            planned = self._in_flight[1]
+            self._in_flight = None
+            if planned:
+                remaining = self._update_steady(
+                    planned, scheduler_output, model_runner_output, outputs, ended
+                )
+        for request_id in remaining:
             request = requests.get(request_id)
             if request is None:
+                continue
+            if request_id in void and not request.num_stale_tokens:
                 continue
             was_running = request.status is RequestStatus.RUNNING
             try:
@@ -170,21 +259,109 @@ class Scheduler(AdmissionPlanner):
             if output.finish_reason is not None:
                 if was_running:
                     ended.add(request)
-                else:
+                elif request.is_finished:
                     self.waiting.remove(request)
-            client = outputs.get(request.client_index)
-            if client is None:
-                outputs[request.client_index] = [output]
-            else:
-                client.append(output)
+            elif self.plans_steady and self._in_flight is None and not self.num_lookahead_tokens:
+                self._steady.consider(request)
+            outputs.setdefault(request.client_index, []).append(output)
         if ended:
             self.running = [request for request in self.running if request not in ended]
         if model_runner_output.kv_connector_output is not None:
-            self._update_from_connector(model_runner_output.kv_connector_output)
+            self._take_transfer_reports(model_runner_output.kv_connector_output)
         for client_index, output in self._failed:
             outputs.setdefault(client_index, []).append(output)
         self._failed = []
         return self._to_messages(outputs)
+
+    def _note_loading_outputs(self, plan: StepPlan, output: SchedulerOutput) -> None:
+        for identifier in self._identifiers(plan.external_inputs):
+            self._loading_outputs[identifier] = output
+        if self._loading_outputs:
+            for identifier in self._identifiers(plan.encoder_inputs):
+                # Whatever an earlier step fails to load is computed in this one.
+                self._loading_outputs.pop(identifier, None)
+
+    def _identifiers(self, inputs: dict[str, list[int]]) -> set[str]:
+        return {
+            self.requests[request_id].mm_features[input_id].identifier
+            for request_id, input_ids in inputs.items()
+            for input_id in input_ids
+        }
+
+    def _take_failures(self, step: SchedulerOutput, result: ModelRunnerOutput) -> set[str]:
+        """What `step` was to load and did not get; ids of requests whose part in it is void."""
+        void: set[str] = set()
+        untold, self._untold_outputs = self._untold_outputs, None
+        if untold is not None and untold[0] is step:
+            void = self._take_failed_outputs(untold[1], step)
+        report = result.ec_connector_output
+        if report is not None:
+            void |= self._take_failed_outputs(set(report.failed_recving or ()), step)
+            self._note(self.encoder_transfers.take_report(report))
+        if self._loading_outputs:
+            self._loading_outputs = {
+                identifier: loading
+                for identifier, loading in self._loading_outputs.items()
+                if loading is not step
+            }
+        transfers = self.transfers
+        if transfers.step_loads or result.kv_connector_output is not None:
+            void |= self._take_failed_loads(result.kv_connector_output, step)
+            self._confirm_step_loads(step)
+        return void
+
+    def _update_steady(
+        self,
+        planned: list[Request],
+        scheduler_output: SchedulerOutput,
+        result: ModelRunnerOutput,
+        outputs: dict[int, list[EngineCoreOutput]],
+        ended: set[Request],
+    ) -> Iterable[str]:
+        """Take the tokens of the steady decodes; ids of the requests that remain to be looked at.
+
+        `planned` are the steady decodes as the step began; some may have been aborted since.
+        """
+        steady = self._steady
+        order = scheduler_output.num_scheduled_tokens
+        requests = steady.refresh(self.running, only_first=False)
+        appended = None if result.num_nans_in_logits else steady.append(result)
+        if appended is None:
+            steady.clear(self.running)
+            return order
+        made, eventful = appended
+        failed: set[int] = set()
+        for place, request in eventful:
+            try:
+                if request.num_tokens >= request.tokens_to_next_hash:
+                    request.extend_block_hashes()
+                may_end = (
+                    request.num_tokens >= request.total_token_limit
+                    or request.all_token_ids[-1] in request.ending_token_ids
+                )
+                if not may_end or not check_stop(request):
+                    steady.note_token_event(request)
+                else:
+                    output = made[place]
+                    output.finish_reason = request.finish_reason
+                    output.stop_reason = request.stop_reason
+                    output.kv_transfer_params = self._free_request(request)
+                    ended.add(request)
+            except Exception as error:
+                failed.add(place)
+                self._fail_with(request, error)
+        client_index = steady.client_index
+        if made and not failed and client_index is not None:
+            outputs[client_index] = made
+        else:
+            for place, (request, output) in enumerate(zip(requests, made)):
+                if place not in failed:
+                    outputs.setdefault(request.client_index, []).append(output)
+        remaining = islice(order, len(planned), None)
+        if len(requests) < len(planned):
+            taken = set(steady.request_ids)
+            return [request_id for request_id in order if request_id not in taken]
+        return remaining
 
     def _update_request(
         self,
@@ -200,6 +377,8 @@ class Scheduler(AdmissionPlanner):
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id)
             if drafts:
                 self._take_back_rejected(request, len(drafts) + 1 - len(new_token_ids))
+                refused = (scheduler_output.num_invalid_spec_tokens or {}).get(request_id, 0)
+                self._spec_decoding.observe(len(drafts) - refused, len(new_token_ids) - 1)
         if len(new_token_ids) == 1:
             # What nearly every call is about.
             stopped = self._append_token(request, new_token_ids[0])
@@ -246,7 +425,8 @@ class Scheduler(AdmissionPlanner):
         if stopped:
             output.finish_reason = request.finish_reason
             output.stop_reason = request.stop_reason
-            output.kv_transfer_params = self._free_request(request)
+            if not request.resumable or not self._end_turn(request):
+                output.kv_transfer_params = self._free_request(request)
         return output
 
     def _take_back_rejected(self, request: Request, num_rejected: int) -> None:
@@ -312,11 +492,16 @@ class Scheduler(AdmissionPlanner):
                 self._preempt(request, timestamp)
                 self._drop_tokens_in_flight(request)
                 self.waiting.put_back([request])
+            while self._reclaim_blocks():
+                pass
+            for load in self.transfers.loads.values():
+                if not load.reported and not load.is_cancelled:
+                    self.transfers.cancel(load, timestamp)
             # Whoever comes back brings all its tokens, even straight after its last step.
-            self.prev_step_scheduled_req_ids = set()
+            self.prev_step_scheduled_req_ids = frozenset()
         done = self.kv_cache_manager.reset_prefix_cache()
-        if reset_connector and self.connector is not None:
-            done = self.connector.reset_cache() and done
+        if reset_connector:
+            done = self.transfers.reset_cache() and done
         return done
 
     def _drop_tokens_in_flight(self, request: Request) -> None:
@@ -325,6 +510,7 @@ class Scheduler(AdmissionPlanner):
     def reset_encoder_cache(self) -> None:
         """Forget all encoder outputs, because the weights that made them changed."""
         self.encoder_cache_manager.reset()
+        self._note(self.encoder_transfers.reset())
 
     def make_stats(self) -> SchedulerStats | None:
         """The state after a step, with counts since the last report; None without `log_stats`."""
@@ -339,7 +525,18 @@ class Scheduler(AdmissionPlanner):
             prefix_cache_stats=self.kv_cache_manager.make_prefix_cache_stats(),
             num_preemptions=self._num_preemptions,
             num_scheduled_tokens=self._num_scheduled_tokens,
+            connector_prefix_cache_stats=self.transfers.take_stats(),
+            kv_connector_stats=self.transfers.connector_stats(self._connector_stats),
+            kv_unknown_reports=self.transfers.num_unknown_reports,
+            waiting_lora_adapters=self.adapters.num_waiting,
+            running_lora_adapters=self.adapters.num_running,
+            encoder_cache_stats=self.encoder_cache_manager.take_stats(),
+            num_parked_reqs=len(self._parked),
         )
+        if self._spec_decoding.num_drafts:
+            stats.spec_decoding_stats = self._spec_decoding
+            self._spec_decoding = SpecDecodingStats()
+        self._connector_stats = None
         if self._kv_metrics is not None:
             stats.kv_cache_eviction_events = self._kv_metrics.drain_events()
         self._num_preemptions = 0
@@ -348,10 +545,9 @@ class Scheduler(AdmissionPlanner):
 
     def take_kv_cache_events(self) -> list[Any]:
         """Blocks that came and went since the last call, if events are on."""
-        return self.kv_cache_manager.take_events()
+        return [*self.kv_cache_manager.take_events(), *self.transfers.take_events()]
 
     def shutdown(self) -> None:
         """Let connectors end."""
-        for connector in (self.connector, self.ec_connector):
-            if connector is not None:
-                connector.shutdown()
+        self.transfers.shutdown()
+        self.encoder_transfers.shutdown()

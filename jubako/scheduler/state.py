@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from jubako.config import JubakoConfig
@@ -14,22 +14,35 @@ from jubako.kv_cache import (
     KVCacheConfig,
     KVCacheManager,
     KVCacheMetricsCollector,
+    MambaSpec,
     get_hash_fn_by_name,
     get_request_block_hasher,
     resolve_kv_cache_block_sizes,
 )
+from jubako.scheduler.adapters import AdapterSlots
+from jubako.scheduler.chunk_ends import ChunkEnds
 from jubako.scheduler.encoder_cache import EncoderCacheManager
-from jubako.scheduler.engine_output import EngineCoreEventType, EngineCoreOutput, FinishReason
+from jubako.scheduler.encoder_decoder_cache import EncoderDecoderCacheManager
+from jubako.scheduler.encoder_transfers import EncoderTransfers
+from jubako.scheduler.engine_output import (
+    EngineCoreEventType,
+    EngineCoreOutput,
+    FinishReason,
+    SpecDecodingStats,
+)
 from jubako.scheduler.limits import (
     DEFAULT_BLOCK_SIZE,
+    check_hooks,
     check_options,
     check_request,
     resolve_max_model_len,
 )
-from jubako.scheduler.model_output import KVConnectorOutput
+from jubako.scheduler.output import SchedulerOutput
 from jubako.scheduler.protocols import ECConnector, KVConnector, StructuredOutputManager
 from jubako.scheduler.queue import RequestQueue, create_request_queue
 from jubako.scheduler.request import Request, RequestStatus
+from jubako.scheduler.steady import SteadyDecodes
+from jubako.scheduler.transfers import KVTransfers
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +84,36 @@ class SchedulerState:
         # Overtaking would let a less urgent request in before a more urgent one.
         self.admission_lookahead = 0 if self.policy == "priority" else options.admission_lookahead
         self.max_encoder_tokens = options.max_num_encoder_input_tokens
-        self.max_loras: int | None = None
+        self.adapters = AdapterSlots(config.lora_config.max_loras)
         self.num_lookahead_tokens = 0
         """Slots behind a request's tokens that a drafter writes to."""
+        self.num_spec_tokens = 0
+        """Drafts that a request in flight is expected to bring (asynchronous scheduling)."""
         self.max_model_len = resolve_max_model_len(config, kv_cache_config)
         check_options(config, kv_cache_config, self.max_model_len)
 
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self.is_encoder_decoder = any(isinstance(spec, CrossAttentionSpec) for spec in specs)
+        self.chunk_ends = ChunkEnds(specs)
+        self.has_recurrent = any(isinstance(spec, MambaSpec) for spec in specs)
+        check_hooks(connector, is_encoder_decoder=self.is_encoder_decoder)
         self._init_kv_cache(block_size, hash_block_size)
-        self.encoder_cache_manager = EncoderCacheManager(options.encoder_cache_size)
+        self.encoder_cache_manager: EncoderCacheManager = (
+            EncoderDecoderCacheManager(options.encoder_cache_size)
+            if self.is_encoder_decoder
+            else EncoderCacheManager(options.encoder_cache_size)
+        )
+        self.transfers = KVTransfers(
+            connector,
+            self.kv_cache_manager,
+            config.kv_transfer_config,
+            alignment=self.block_size,
+            has_recurrent=self.has_recurrent,
+            log_stats=log_stats,
+        )
+        self.encoder_transfers = EncoderTransfers(
+            ec_connector, self.encoder_cache_manager, config.ec_transfer_config.ec_load_timeout_s
+        )
 
         self.requests: dict[str, Request] = {}
         """Every request that has not ended."""
@@ -87,22 +122,38 @@ class SchedulerState:
         """In the order of admission."""
         self.finished_req_ids: set[str] = set()
         """Ended since the last step; the workers hear of them with the next."""
-        self.prev_step_scheduled_req_ids: set[str] = set()
+        self.prev_step_scheduled_req_ids: Set[str] = frozenset()
+        self._steady = SteadyDecodes()
+        self._in_flight: tuple[SchedulerOutput, list[Request]] | None = None
+        """The last step until it comes back, and its steady decodes."""
         self._prefilling: dict[str, Request] = {}
         """Running requests whose last chunk ended before their last known token."""
         self._failed: list[tuple[int, EngineCoreOutput]] = []
         """Last outputs of requests that failed outside `update_from_output`."""
         self._finished_by_client: dict[int, set[str]] | None = {} if include_finished_set else None
-        self._loaded: dict[str, int] = {}
-        """Requests that wait for remote KV: tokens they will have when it has come."""
-        self._finished_recving: set[str] = set()
-        self._held_blocks: dict[str, tuple[list[Any], set[str]]] = {}
-        """Blocks of ended requests that a transfer still reads or writes, and what it waits for."""
+        self.is_paused = False
+        """Whether nothing is scheduled for now."""
+        self._woken: dict[str, None] = {}
+        """Blocked requests to which something has happened since the last step."""
+        self._holders: dict[str, Request] = {}
+        """Waiting requests that hold blocks with finished KV."""
+        self._parked: set[str] = set()
+        """Sessions that wait for the next piece of their input."""
+        self._load_waiters: dict[str, list[Request]] = {}
+        """Requests that wait for another's load, which brings the same blocks."""
+        self._cut_back_ids: set[str] = set()
+        """Requests whose last step was void; the workers hear of them with the next."""
+        self._connector_stats: Any = None
+        self._loading_outputs: dict[str, SchedulerOutput] = {}
+        """Encoder outputs that steps under way load, and the last step that does."""
+        self._untold_outputs: tuple[SchedulerOutput, set[str]] | None = None
+        """Encoder outputs that a step under way was to load, of which the workers never heard."""
         self._seeds = random.Random(config.model_config.seed)
         self._has_drafts = False
         self._num_preemptions = 0
         self._num_scheduled_tokens = 0
         self._step_counter = 0
+        self._spec_decoding = SpecDecodingStats()
 
     def _init_kv_cache(self, block_size: int | None, hash_block_size: int | None) -> None:
         cache = self.config.cache_config
@@ -171,48 +222,129 @@ class SchedulerState:
         if request.sampling_params is not None and request.seed is None:
             request.seed = self._seeds.getrandbits(63)
         request.total_token_limit = min(request.total_token_limit, self.max_model_len)
+        if self.is_encoder_decoder:
+            # The encoder's input is wanted before the first token only, however long it is.
+            request.media_end = min(request.media_end, 1)
         self.requests[request.request_id] = request
         self.waiting.add(request)
+        if not request.awaits_admission:
+            # What it waits for may have come before it did.
+            self.waiting.block(request)
+            self._woken[request.request_id] = None
+        self.adapters.arrive(request)
+        self.transfers.new_request(request)
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
 
     # -- counts -------------------------------------------------------------------------------
 
+    @property
+    def max_loras(self) -> int | None:
+        """Most different adapters among the running requests; None: no limit."""
+        return self.adapters.limit
+
+    @max_loras.setter
+    def max_loras(self, limit: int | None) -> None:
+        self.adapters.limit = limit
+
     def has_unfinished_requests(self) -> bool:
-        """Whether a request waits or runs."""
-        return bool(self.requests)
+        """Whether a request waits or runs. Sessions without input do not count."""
+        return len(self.requests) > len(self._parked)
 
     def has_finished_requests(self) -> bool:
         """Whether the workers or the front ends have yet to hear of an end."""
         return bool(self.finished_req_ids or self._failed)
 
     def has_requests(self) -> bool:
-        """Whether another step has anything to do."""
-        return self.has_unfinished_requests() or self.has_finished_requests()
+        """Whether another step has anything to do.
+
+        While paused: only to tell of ends, and to hear of transfers.
+        """
+        if not self.is_paused and self.has_unfinished_requests():
+            return True
+        return self.has_finished_requests() or self.has_transfers()
+
+    def has_transfers(self) -> bool:
+        """Whether workers have yet to report transfers, so that steps without tokens are needed."""
+        return self.transfers.is_busy or self.encoder_transfers.is_busy
+
+    def has_schedulable_requests(self) -> bool:
+        """Whether a step could give tokens to somebody; if not, all wait for events."""
+        return not self.is_paused and bool(self.running or self.waiting.has_ready or self._woken)
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
-        return len(self.requests)
+        """Requests that wait or run. Sessions without input do not count."""
+        return len(self.requests) - len(self._parked)
 
     def get_request_counts(self) -> tuple[int, int]:
         """Requests that run, and that wait."""
         return len(self.running), len(self.waiting)
 
+    # -- pauses -------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Schedule nothing until `resume`. Requests stay where they are, arrivals queue up."""
+        self.is_paused = True
+        self._steady.clear(self.running)
+
+    def resume(self) -> None:
+        """Schedule again."""
+        self.is_paused = False
+
     # -- giving way ---------------------------------------------------------------------------
 
     def _preempt(self, request: Request, timestamp: float) -> None:
         """Free all KV of a request that has left `running`; it will be computed again."""
+        self.transfers.give_way(request.request_id)
         self.kv_cache_manager.free(request)
         self.encoder_cache_manager.free(request)
-        self._prefilling.pop(request.request_id, None)
+        self._leave_running(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        request.is_prefill_chunk = False
-        request.spec_token_ids = []
         request.num_preemptions += 1
         self._num_preemptions += 1
         if self.log_stats:
             request.record_event(EngineCoreEventType.PREEMPTED, timestamp)
+
+    def _leave_running(self, request: Request) -> None:
+        """Forget what only concerns a request that runs."""
+        self._steady.leave(request)
+        self._prefilling.pop(request.request_id, None)
+        self.adapters.release(request)
+        request.is_prefill_chunk = False
+        request.spec_token_ids = []
+
+    def _void_tokens_in_flight(self, request: Request) -> None:
+        """Steps under way bring nothing that the request still wants."""
+        request.num_stale_tokens = request.num_in_flight_tokens
+        request.drop_stale_tokens = request.num_stale_tokens > 0
+        request.num_output_placeholders = 0
+        request.num_draft_placeholders = 0
+
+    def _end_load_of(self, request_id: str) -> None:
+        """The request waits for no load any more; nor do those that waited with it."""
+        if self.transfers.connector is not None:
+            self.transfers.end(request_id)
+            for request in self._load_waiters.pop(request_id, ()):
+                self.waiting.unblock(request)
+
+    def _reclaim_blocks(self, parked_only: bool = False, but: Request | None = None) -> bool:
+        """Take the KV of a waiting request that holds some; False if there is none.
+
+        Sessions without input come first, then the least urgent.
+        """
+        candidates = [r for r in self._holders.values() if r is not but]
+        parked = [r for r in candidates if r.request_id in self._parked]
+        if parked or parked_only:
+            candidates = parked
+        if not candidates:
+            return False
+        request = max(candidates, key=self.waiting.place)
+        del self._holders[request.request_id]
+        self.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
+        request.num_external_computed_tokens = 0
+        return True
 
     def _evict_uncomputed(self, request: Request) -> None:
         """Nobody may find what a step that will not run was to write.
@@ -225,7 +357,8 @@ class SchedulerState:
 
     def _others_hold_blocks(self) -> bool:
         """Whether blocks are held outside `running`, so that they may yet come free."""
-        return bool(self._held_blocks or self._loaded)
+        transfers = self.transfers
+        return bool(transfers.holds or transfers.loads)
 
     # -- ends ---------------------------------------------------------------------------------
 
@@ -263,32 +396,23 @@ class SchedulerState:
     def _free_request(self, request: Request) -> dict[str, Any] | None:
         """Forget a request that has ended and left its queue; parameters for its last output."""
         request_id = request.request_id
-        reasons: set[str] = set()
-        transfer_params: dict[str, Any] | None = None
-        if self.connector is not None:
-            block_ids = self.kv_cache_manager.get_block_ids(request_id)
-            try:
-                sends, transfer_params = self.connector.request_finished(request, block_ids)
-            except Exception:
-                logger.exception("The KV connector failed at the end of request %s", request_id)
-                sends = False
-            if sends:
-                reasons.add("send")
-            if self._loaded.pop(request_id, None) is not None:
-                if request_id not in self._finished_recving:
-                    reasons.add("recv")
-                self._finished_recving.discard(request_id)
-        if self.ec_connector is not None:
-            self.ec_connector.request_finished(request)
+        reasons, transfer_params = self.transfers.finish(request)
+        self._end_load_of(request_id)
+        self.encoder_transfers.finish(request)
         if self.structured_output_manager is not None and request.uses_grammar:
-            self.structured_output_manager.release(request)
-        self.encoder_cache_manager.free(request)
+            try:
+                self.structured_output_manager.release(request)
+            except Exception:
+                logger.exception("The grammar of request %s was not released", request_id)
         if reasons:
-            blocks = self.kv_cache_manager.pop_blocks_for_free(request)
-            self._held_blocks[request_id] = (blocks, reasons)
+            self.transfers.hold(request, reasons)
         else:
             self.kv_cache_manager.free(request)
-        self._prefilling.pop(request_id, None)
+        self._leave_running(request)
+        self.adapters.end(request)
+        self._holders.pop(request_id, None)
+        self._parked.discard(request_id)
+        self._cut_back_ids.discard(request_id)
         self.finished_req_ids.add(request_id)
         if self._finished_by_client is not None:
             self._finished_by_client.setdefault(request.client_index, set()).add(request_id)
@@ -312,7 +436,9 @@ class SchedulerState:
         if request in self.waiting:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED_ERROR
-        self._evict_uncomputed(request)
+        if request.request_id not in self.transfers.loads:
+            # What a load fills is not findable, and what was found for it is good.
+            self._evict_uncomputed(request)
         self._free_request(request)
         output = EngineCoreOutput(
             request.request_id,
@@ -323,26 +449,3 @@ class SchedulerState:
             error=message,
         )
         self._failed.append((request.client_index, output))
-
-    # -- connectors ---------------------------------------------------------------------------
-
-    def _update_from_connector(self, report: KVConnectorOutput) -> None:
-        if self.connector is not None:
-            self.connector.update_connector_output(report)
-        for request_id in report.finished_recving or ():
-            if request_id in self.requests:
-                self._finished_recving.add(request_id)
-            else:
-                self._release_hold(request_id, "recv")
-        for request_id in report.finished_sending or ():
-            self._release_hold(request_id, "send")
-
-    def _release_hold(self, request_id: str, reason: str) -> None:
-        hold = self._held_blocks.get(request_id)
-        if hold is None:
-            return
-        blocks, reasons = hold
-        reasons.discard(reason)
-        if not reasons:
-            del self._held_blocks[request_id]
-            self.kv_cache_manager.block_pool.free_blocks(reversed(blocks))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from jubako.kv_cache import KVCacheManager
 from jubako.scheduler.output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from jubako.scheduler.request import Request
+from jubako.scheduler.steady import SteadyDecodes
 
 
 @dataclass(slots=True)
@@ -24,6 +25,8 @@ class StepPlan:
     position: int = 0
     """How far phase 1 has come in the list of running requests."""
     num_scheduled: dict[str, int] = field(default_factory=dict)
+    steady: SteadyDecodes | None = None
+    """If there are any, they get one token each and come before `running` in the batch."""
     running: list[Request] = field(default_factory=list)
     new: list[Request] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
@@ -36,7 +39,10 @@ class StepPlan:
     shortened: dict[str, int] = field(default_factory=dict)
     """Requests that a fair share cut, with the tokens that they would have taken."""
     preempted: set[str] = field(default_factory=set)
-    lora_ids: set[int] = field(default_factory=set)
+    external_inputs: dict[str, list[int]] = field(default_factory=dict)
+    """Media items whose encoder outputs the step loads."""
+    loading: list[Request] = field(default_factory=list)
+    """Requests whose KV begins to be loaded."""
 
     def add_block_ids(self, request_id: str, block_ids: BlockIds | None) -> None:
         """Note blocks for a request that ran before, behind those already noted."""
@@ -50,6 +56,8 @@ class StepPlan:
     def remove(self, request: Request) -> None:
         """Take a request out again, if it is in the step."""
         request_id = request.request_id
+        if request.is_steady:
+            self.spread_steady()
         for planned in (self.running, self.new, self.resumed):
             if request in planned:
                 planned.remove(request)
@@ -58,6 +66,12 @@ class StepPlan:
         self.drafts.pop(request_id, None)
         self.given_drafts.pop(request_id, None)
         self.shortened.pop(request_id, None)
+
+    def spread_steady(self) -> None:
+        """List the steady decodes among the other running requests."""
+        if self.steady is not None:
+            self.running = self.steady.requests + self.running
+            self.steady = None
 
     def to_output(
         self,
@@ -85,37 +99,44 @@ class StepPlan:
         send_new_token_ids: bool,
     ) -> CachedRequestData:
         requests = self.running + self.resumed if self.resumed else self.running
-        if not requests:
-            return CachedRequestData()
         req_ids = [request.request_id for request in requests]
+        computed = [request.num_computed_tokens for request in requests]
+        outputs = [
+            request.num_tokens - request.num_prompt_tokens + request.num_output_placeholders
+            for request in requests
+        ]
+        # Steady decodes never sit out a step.
+        all_token_ids = {
+            request.request_id: request.all_token_ids.copy()
+            for request in requests
+            if request.request_id not in previous_step
+        }
+        steady = self.steady
+        if steady is not None:
+            requests = steady.requests + requests
+            req_ids = steady.request_ids + req_ids
+            computed = steady.computed_counts + computed
+            outputs = steady.output_counts + outputs
         new_block_ids: list[BlockIds | None]
         if self.new_block_ids:
-            new_block_ids = [self.new_block_ids.get(request_id) for request_id in req_ids]
+            new_block_ids = list(map(self.new_block_ids.get, req_ids))
         else:
             new_block_ids = [None] * len(req_ids)
-        for row, request in enumerate(self.resumed, start=len(self.running)):
+        for row, request in enumerate(self.resumed, start=len(req_ids) - len(self.resumed)):
             new_block_ids[row] = kv_cache_manager.get_block_ids(request.request_id)
         new_token_ids: list[list[int]] = []
         if send_new_token_ids:
-            for request in requests:
-                first = request.num_computed_tokens
+            for request, first in zip(requests, computed):
                 stop = first + self.num_scheduled[request.request_id]
                 new_token_ids.append(request.all_token_ids[first:stop])
         return CachedRequestData(
             req_ids=req_ids,
             resumed_req_ids={request.request_id for request in self.resumed},
             new_token_ids=new_token_ids,
-            all_token_ids={
-                request.request_id: request.all_token_ids.copy()
-                for request in requests
-                if request.request_id not in previous_step
-            },
+            all_token_ids=all_token_ids,
             new_block_ids=new_block_ids,
-            num_computed_tokens=[request.num_computed_tokens for request in requests],
-            num_output_tokens=[
-                request.num_tokens - request.num_prompt_tokens + request.num_output_placeholders
-                for request in requests
-            ],
+            num_computed_tokens=computed,
+            num_output_tokens=outputs,
         )
 
 

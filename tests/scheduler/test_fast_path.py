@@ -12,9 +12,10 @@ from tests.scheduler.harness import Driver, make_request, make_scheduler, next_t
 
 
 class ThoroughScheduler(Scheduler):
-    """Asks the KV cache manager for every request in every step, and lets it skip nothing."""
+    """Takes every request the general way in every step, and lets nothing be skipped."""
 
     def schedule(self) -> Any:
+        self._steady.clear(self.running)
         for request in self.requests.values():
             request.kv_event_tokens = 0
         for edges in self.kv_cache_manager._edges.values():
@@ -105,13 +106,18 @@ def test_decodes_inside_a_block_ask_for_nothing(monkeypatch):
     driver.step()
     asked: list[Request] = []
     manager = scheduler.kv_cache_manager
-    allocate = manager.allocate_slots
+    allocate, grow = manager.allocate_slots, manager.grow_decodes
 
     def counting(request, *args, **kwargs):
         asked.append(request)
         return allocate(request, *args, **kwargs)
 
+    def counting_all(requests, *args):
+        asked.extend(requests)
+        return grow(requests, *args)
+
     monkeypatch.setattr(manager, "allocate_slots", counting)
+    monkeypatch.setattr(manager, "grow_decodes", counting_all)
     driver.run(14)
     assert asked == []
     driver.run(2)

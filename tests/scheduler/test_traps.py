@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jubako.errors import NotImplementedFeatureError, ValidationError
+from jubako.sampling_params import PoolingParams
 from jubako.scheduler import (
     AsyncScheduler,
     DraftTokenIds,
@@ -209,7 +210,11 @@ def test_an_allocation_that_raises_ends_only_its_own_request(monkeypatch):
             raise AssertionError("table")
         return allocate(request, *args, **kwargs)
 
+    def broken_for_all(requests, *args):
+        raise AssertionError("table")
+
     monkeypatch.setattr(manager, "allocate_slots", broken)
+    monkeypatch.setattr(manager, "grow_decodes", broken_for_all)
     driver.run()
     assert driver.ended["b"].finish_reason is FinishReason.ERROR
     for request_id in ("a", "c"):
@@ -688,7 +693,9 @@ def test_requests_that_can_never_run_are_refused_with_value_and_limit():
     with pytest.raises(ValidationError, match="empty"):
         scheduler.add_request(make_request("empty", 0))
     with pytest.raises(NotImplementedFeatureError, match="Streaming input"):
-        scheduler.add_request(Request("chunk", [1, 2], resumable=True))
+        scheduler.add_request(
+            Request("piece", [1, 2], pooling_params=PoolingParams(), resumable=True)
+        )
     grammar = make_request("grammar", 5)
     grammar.uses_grammar = True
     with pytest.raises(NotImplementedFeatureError, match="Structured outputs"):
