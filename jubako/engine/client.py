@@ -13,6 +13,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -112,12 +113,16 @@ class InprocClient(EngineCoreClient):
         core = self.core
         with interrupts_deferred():
             try:
-                outputs, _ = core.step()
+                outputs, model_ran = core.step_fn()
+                core.post_step(model_ran)
             except BaseException:
                 # The state of scheduler and workers is not known any more.
                 self._dead_error = EngineDeadError()
                 raise
-        return outputs.get(0) or EngineCoreOutputs()
+        delay = core.idle_delay(model_ran)
+        if delay:
+            time.sleep(delay)
+        return (outputs or {}).get(0) or EngineCoreOutputs()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request for the next step."""

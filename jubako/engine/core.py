@@ -1,8 +1,9 @@
 """What happens in one step of the engine, and who takes part in it?
 
 `EngineCore` owns the scheduler and the executor. A step schedules, runs the model, and hands what
-came back to the scheduler. An error that belongs to one request ends that request; an error of the
-step itself ends the engine, since nobody knows what the workers hold then.
+came back to the scheduler. Where the executor takes several steps at a time, the next one is
+planned while the workers compute. An error that belongs to one request ends that request; an error
+of the step itself ends the engine, since nobody knows what the workers hold then.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import gc
 import logging
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from jubako import __version__
 from jubako.config import JubakoConfig
@@ -39,13 +41,29 @@ from jubako.kv_cache import (
     get_kv_cache_capacity_tokens,
     get_kv_cache_configs,
 )
+from jubako.scheduler.async_scheduler import AsyncScheduler, OverlappingScheduler
+from jubako.scheduler.features import LoRARequest
 from jubako.scheduler.model_output import ModelRunnerOutput
+from jubako.scheduler.output import SchedulerOutput
+from jubako.scheduler.protocols import ECConnector, KVConnector, StructuredOutputManager
 from jubako.scheduler.request import Request, RequestStatus
 from jubako.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from jubako.checkpoint.info import Checkpoint
     from jubako.executor.executor import Executor
+
+StepResult = tuple[dict[int, EngineCoreOutputs] | None, bool]
+"""Outputs by front end, or None if no step has come back; and whether a model runs or ran."""
+
+_IDLE_DELAY = 0.001
+"""Seconds between steps while all requests wait, for a grammar for instance."""
+
+_FIRST_TRANSFER_DELAY = 0.002
+_LAST_TRANSFER_DELAY = 0.02
+"""Seconds between steps while only transfers are under way."""
+
+_StepFuture = Future[ModelRunnerOutput | None]
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +110,22 @@ class Refusal:
         )
 
 
+class _StepInFlight(NamedTuple):
+    """A step that the workers have and the scheduler waits for."""
+
+    result: _StepFuture
+    scheduled: SchedulerOutput
+    executed: _StepFuture
+    """Of its first phase, which tells why there is no result."""
+
+
 class EngineCore:
-    """The engine without its surroundings: requests in, tokens out, one step at a time.
+    """The engine without its surroundings: requests in, tokens out, step by step.
 
     `config` must be complete (`engine.setup`); the attribute of that name also has what was decided
-    here. Not thread-safe but for `prepare` and `abort_soon`.
+    here. Grammars and connectors are handed on to the scheduler. `step_fn` is the step that suits
+    the executor; `post_step` belongs after each. Not thread-safe but for `prepare` and
+    `abort_soon`.
     """
 
     def __init__(
@@ -105,6 +134,10 @@ class EngineCore:
         checkpoint: Checkpoint,
         executor_class: Callable[[JubakoConfig, Checkpoint], Executor] | None = None,
         log_stats: bool = True,
+        *,
+        structured_output_manager: StructuredOutputManager | None = None,
+        connector: KVConnector | None = None,
+        ec_connector: ECConnector | None = None,
     ) -> None:
         started = time.perf_counter()
         seconds: dict[str, float] = {}
@@ -119,11 +152,26 @@ class EngineCore:
             with _memory_explained(config):
                 self.config, kv_cache_config = self._initialize_kv_cache(config)
             seconds["kv_cache"] = time.perf_counter() - started - seconds["load_model"]
-            self.scheduler = Scheduler(self.config, kv_cache_config, log_stats=log_stats)
+            self.batch_queue: deque[_StepInFlight] | None = None
+            """Steps in flight, the newest first; None if there is one step at a time."""
+            self.batch_queue_size = self.executor.max_concurrent_batches
+            self.step_fn: Callable[[], StepResult] = self.step
+            if self.batch_queue_size > 1:
+                self.batch_queue = deque()
+                self.step_fn = self.step_with_batch_queue
+            self.scheduler = self._scheduler_class()(
+                self.config,
+                kv_cache_config,
+                structured_output_manager=structured_output_manager,
+                connector=connector,
+                ec_connector=ec_connector,
+                log_stats=log_stats,
+            )
         except BaseException:
             self.executor.shutdown()
             raise
         self._pending: list[Refusal] = []
+        self._transfer_delay = _FIRST_TRANSFER_DELAY
         self._aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self.ready = self._describe(checkpoint, kv_cache_config, seconds)
         # What start-up made stays: cycle collection need not look at it again.
@@ -138,6 +186,11 @@ class EngineCore:
         configs = get_kv_cache_configs(config, specs, memory)
         self.executor.initialize_from_config(configs)
         return config, generate_scheduler_kv_cache_config(configs)
+
+    def _scheduler_class(self) -> type[Scheduler]:
+        if self.config.scheduler_config.async_scheduling:
+            return AsyncScheduler
+        return Scheduler if self.batch_queue is None else OverlappingScheduler
 
     def _describe(
         self, checkpoint: Checkpoint, kv_cache_config: KVCacheConfig, seconds: dict[str, float]
@@ -269,20 +322,17 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step would do anything, if only to tell workers whom to forget."""
-        return bool(self._pending) or self.scheduler.has_requests()
+        return bool(self._pending or self.batch_queue) or self.scheduler.has_requests()
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
-        """One step: outputs by front end, and whether the model ran.
+        """One step, from its plan to its outputs by front end; and whether the model ran.
 
         Any error raised here leaves the core unusable.
         """
         if not self.scheduler.has_requests():
             return self._with_refusals({}), False
         scheduled = self.scheduler.schedule()
-        future = cast(
-            "Future[ModelRunnerOutput | None]",
-            self.executor.execute_model(scheduled, non_block=True),
-        )
+        future = cast(_StepFuture, self.executor.execute_model(scheduled, non_block=True))
         grammar = None
         if scheduled.has_structured_output_requests:
             grammar = self.scheduler.get_grammar_bitmask(scheduled)
@@ -293,6 +343,97 @@ class EngineCore:
         self._drain_aborts()
         outputs = self.scheduler.update_from_output(scheduled, result)
         return self._with_refusals(outputs), scheduled.total_num_scheduled_tokens > 0
+
+    def step_with_batch_queue(self) -> StepResult:
+        """Give the workers another step if they take one, else collect the oldest.
+
+        Filling the queue goes before draining it. A step whose grammar masks need tokens that are
+        in flight begins, and is sampled when they have come. Any error raised here leaves the core
+        unusable.
+        """
+        queue = self.batch_queue
+        assert queue is not None
+        deferred: _StepInFlight | None = None
+        model_runs = False
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            executed = cast(_StepFuture, self.executor.execute_model(scheduled, non_block=True))
+            step = _StepInFlight(executed, scheduled, executed)
+            model_runs = scheduled.total_num_scheduled_tokens > 0
+            if model_runs and scheduled.pending_structured_output_tokens:
+                deferred = step
+            else:
+                queue.appendleft(self._sample(step) if model_runs else step)
+                is_full = len(queue) >= self.batch_queue_size
+                if model_runs and not is_full and not queue[-1].result.done():
+                    return (self._with_refusals({}) if self._pending else None), True
+        outputs: dict[int, EngineCoreOutputs] | None = None
+        if queue:
+            outputs, model_ran = self._collect_step(queue.pop())
+            model_runs = model_runs or model_ran
+        if deferred is not None:
+            queue.appendleft(self._sample_deferred(deferred))
+        if self._pending:
+            outputs = self._with_refusals(outputs or {})
+        return outputs, model_runs
+
+    def _sample(self, step: _StepInFlight) -> _StepInFlight:
+        """Hand out the second phase of a step, which then has its result."""
+        grammar = None
+        if step.scheduled.has_structured_output_requests:
+            grammar = self.scheduler.get_grammar_bitmask(step.scheduled)
+        result = cast(_StepFuture, self.executor.sample_tokens(grammar, non_block=True))
+        return step._replace(result=result)
+
+    def _sample_deferred(self, step: _StepInFlight) -> _StepInFlight:
+        """Sample a step before which all tokens are known now."""
+        if step.scheduled.scheduled_spec_decode_tokens:
+            drafts = self.executor.take_draft_token_ids()
+            if drafts is not None and isinstance(self.scheduler, AsyncScheduler):
+                self.scheduler.update_draft_token_ids_in_output(drafts, step.scheduled)
+        return self._sample(step)
+
+    def _collect_step(self, step: _StepInFlight) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        """Wait for a step; its outputs, and whether the model ran."""
+        result = step.result.result()
+        if result is None:
+            # The first phase failed, and so there was nothing to sample.
+            step.executed.result()
+            raise RuntimeError("A step was sampled that had not been executed.")
+        # Aborts that came meanwhile must not be answered with tokens.
+        self._drain_aborts()
+        outputs = self.scheduler.update_from_output(step.scheduled, result)
+        return outputs, step.scheduled.total_num_scheduled_tokens > 0
+
+    def post_step(self, model_ran: bool) -> None:
+        """Fetch the drafts of a step that ran, for the next.
+
+        Where the next has been planned already, the workers keep them.
+        """
+        if not model_ran or self.config.scheduler_config.async_scheduling:
+            return
+        drafts = self.executor.take_draft_token_ids()
+        if drafts is not None:
+            self.scheduler.update_draft_token_ids(drafts)
+
+    def idle_delay(self, model_ran: bool) -> float:
+        """Seconds to wait before the next step, unless something arrives; 0: none.
+
+        After a step in which everything waited for something outside. Reports of transfers are
+        asked for less and less often.
+        """
+        scheduler = self.scheduler
+        computing = any(s.scheduled.total_num_scheduled_tokens for s in self.batch_queue or ())
+        if model_ran or computing or self._pending:
+            self._transfer_delay = _FIRST_TRANSFER_DELAY
+            return 0.0
+        if not scheduler.has_requests() or scheduler.has_finished_requests():
+            return 0.0
+        if not scheduler.has_transfers():
+            return _IDLE_DELAY
+        delay = self._transfer_delay
+        self._transfer_delay = min(2 * delay, _LAST_TRANSFER_DELAY)
+        return delay
 
     def _with_refusals(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
         for refusal in self._pending:
@@ -321,6 +462,59 @@ class EngineCore:
     ) -> bool:
         """Forget all KV that no request holds; False, and nothing changed, if some is held."""
         return self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def reset_mm_cache(self) -> None:
+        """Forget received media."""
+        self.executor.reset_mm_cache()
+
+    def reset_encoder_cache(self) -> None:
+        """Forget all encoder outputs."""
+        self.scheduler.reset_encoder_cache()
+        self.executor.reset_encoder_cache()
+
+    def pause_scheduler(self) -> None:
+        """Begin no step until `resume_scheduler`. What is in flight is still collected."""
+        self.scheduler.pause()
+
+    def resume_scheduler(self) -> None:
+        """Go on where `pause_scheduler` stopped."""
+        self.scheduler.resume()
+
+    def is_scheduler_paused(self) -> bool:
+        """Whether the scheduler is paused."""
+        return self.scheduler.is_paused
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`."""
+        self.executor.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take memory again."""
+        self.executor.wake_up(tags)
+
+    def profile(self, start: bool = True) -> None:
+        """Start or end profiling."""
+        self.executor.profile(start)
+
+    def execute_dummy_batch(self) -> None:
+        """Run a step on made-up tokens."""
+        self.executor.execute_dummy_batch()
+
+    def list_loras(self) -> set[int]:
+        """Ids of loaded adapters."""
+        return self.executor.list_loras()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; whether all workers did."""
+        return self.executor.add_lora(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter; whether all workers did."""
+        return self.executor.remove_lora(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded; whether all workers do."""
+        return self.executor.pin_lora(lora_id)
 
     def shutdown(self) -> None:
         """Free what scheduler and workers hold."""

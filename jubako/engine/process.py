@@ -58,8 +58,6 @@ OUTPUT_LINGER_MS = 4000
 FORCED_EXIT_DELAY = 5.0
 """Seconds that a step may still take after the parent has gone."""
 
-_IDLE_SLEEP = 0.001
-
 
 class _Control(enum.Enum):
     """Items of the input queue that no client sends."""
@@ -103,16 +101,18 @@ class EngineCoreProc:
             self._broadcast([ENGINE_CORE_DEAD])
 
     def _step(self) -> None:
-        outputs, model_ran = self.core.step()
-        for client_index, client_outputs in outputs.items():
+        outputs, model_ran = self.core.step_fn()
+        for client_index, client_outputs in (outputs or {}).items():
             self._send(client_index, client_outputs)
-        if not model_ran and self.core.has_unfinished_requests():
-            # Everything waits for something outside; do not spin.
-            time.sleep(_IDLE_SLEEP)
+        self.core.post_step(model_ran)
+        delay = self.core.idle_delay(model_ran)
+        if delay:
+            with contextlib.suppress(queue.Empty):
+                self._handle(self._input_queue.get(timeout=delay))
 
     def _handle_inputs(self) -> None:
         while not self._stopped:
-            if self._draining and not self.core.has_work():
+            if self._draining and not (self.core.has_work() or self._is_frozen()):
                 self._stopped = True
                 return
             try:
@@ -120,6 +120,10 @@ class EngineCoreProc:
             except queue.Empty:
                 return
             self._handle(item)
+
+    def _is_frozen(self) -> bool:
+        """Whether open requests wait for the scheduler to be resumed."""
+        return self.core.is_scheduler_paused() and self.core.has_unfinished_requests()
 
     def _handle(self, item: Any) -> None:
         if item is _Control.STOP:

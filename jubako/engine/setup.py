@@ -30,7 +30,6 @@ _NOT_BUILT = {
         "data_parallel_size",
     ),
     "scheduler_config": (
-        "async_scheduling",
         "disable_chunked_mm_input",
         "encoder_cache_size",
         "max_num_encoder_input_tokens",
@@ -40,6 +39,10 @@ _NOT_BUILT = {
     "kv_events_config": ("enable_kv_cache_events", "use_int_block_hashes"),
 }
 """Options that schedulers and caches know when they are used alone, and no engine does yet."""
+
+
+_EXECUTORS_THAT_OVERLAP = (None, "uni", "mp", "external_launcher")
+"""Those with which steps overlap unless that is forbidden."""
 
 
 class Machine(NamedTuple):
@@ -87,8 +90,10 @@ def complete_config(config: JubakoConfig, checkpoint: Checkpoint, *, usage: Usag
             or (CPU_BLOCK_SIZE if machine.device == "cpu" else GPU_BLOCK_SIZE),
             "enable_prefix_caching": True if prefix_caching is None else prefix_caching,
         },
-        scheduler_config=_scheduler_limits(config, machine, usage, max_model_len)
-        | {"async_scheduling": False},
+        scheduler_config={
+            **_scheduler_limits(config, machine, usage, max_model_len),
+            "async_scheduling": _plans_ahead(config, machine),
+        },
     )
 
 
@@ -212,6 +217,15 @@ def _scheduler_limits(
         "max_num_batched_tokens": tokens,
         "max_num_seqs": min(seqs, tokens) if wanted_seqs is None else wanted_seqs,
     }
+
+
+def _plans_ahead(config: JubakoConfig, machine: Machine) -> bool:
+    wanted = config.scheduler_config.async_scheduling
+    if wanted is not None:
+        return wanted
+    # On a CPU planning takes cores from the computing that it would hide behind.
+    backend = config.parallel_config.distributed_executor_backend
+    return machine.device != "cpu" and backend in _EXECUTORS_THAT_OVERLAP
 
 
 def _default_limits(machine: Machine, usage: Usage) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jubako.errors import JubakoError
+from jubako.scheduler.features import LoRARequest
 
 DEFAULT_UTILITY_TIMEOUT = 60.0
 """Seconds. Longer than any step should take, since a call waits for the end of one."""
@@ -21,17 +22,32 @@ class UtilityTimeoutError(JubakoError, TimeoutError):
 
 
 class UtilityMethod(NamedTuple):
-    """Types of a method's arguments, in order and each with a default, and of its result."""
+    """Types of a method's arguments, in order, and of its result."""
 
     arguments: tuple[Any, ...]
     result: Any
+    num_required: int = 0
+    """Arguments without a default; they come first."""
 
 
 UTILITY_METHODS: dict[str, UtilityMethod] = {
+    "add_lora": UtilityMethod((LoRARequest,), bool, num_required=1),
     "check_health": UtilityMethod((), bool),
+    "execute_dummy_batch": UtilityMethod((), None),
     "get_request_counts": UtilityMethod((), tuple[int, int]),
     "get_supported_tasks": UtilityMethod((), list[str]),
+    "is_scheduler_paused": UtilityMethod((), bool),
+    "list_loras": UtilityMethod((), set[int]),
+    "pause_scheduler": UtilityMethod((), None),
+    "pin_lora": UtilityMethod((int,), bool, num_required=1),
+    "profile": UtilityMethod((bool,), None),
+    "remove_lora": UtilityMethod((int,), bool, num_required=1),
+    "reset_encoder_cache": UtilityMethod((), None),
+    "reset_mm_cache": UtilityMethod((), None),
     "reset_prefix_cache": UtilityMethod((bool, bool), bool),
+    "resume_scheduler": UtilityMethod((), None),
+    "sleep": UtilityMethod((int,), None),
+    "wake_up": UtilityMethod((list[str] | None,), None),
 }
 """Name → signature of everything that a front end may call on `EngineCore`."""
 
@@ -55,9 +71,10 @@ def utility_method(name: str) -> UtilityMethod:
 
 def convert_arguments(name: str, args: list[Any]) -> list[Any]:
     """`args` as the types that `name` declares; `JubakoError` if they do not fit."""
-    types = utility_method(name).arguments
-    if len(args) > len(types):
-        raise JubakoError(f"{name} takes {len(types)} arguments, got {len(args)}.")
+    types, _, num_required = utility_method(name)
+    if not num_required <= len(args) <= len(types):
+        wanted = f"{num_required} to {len(types)}" if num_required < len(types) else len(types)
+        raise JubakoError(f"{name} takes {wanted} arguments, got {len(args)}.")
     try:
         return [msgspec.convert(a, t) for a, t in zip(args, types)]
     except msgspec.ValidationError as error:

@@ -1,9 +1,15 @@
-"""How does one worker run in the caller's own process?"""
+"""How does one worker run in the caller's own process?
+
+Either in the caller's thread, or, so that the caller can plan a step while another is computed, in
+a thread of its own. That thread does everything the worker ever does, one call after the other:
+what belongs to a thread, as the choice of a GPU does, holds for all of it, and a step finds in the
+batch the tokens that the step before it sampled.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from jubako.config import JubakoConfig
@@ -14,7 +20,11 @@ from jubako.worker.worker import Worker
 
 
 class UniProcExecutor(Executor):
-    """One worker, called directly. A non-blocking call runs at once, and its future is done."""
+    """One worker, called directly.
+
+    Without `async_scheduling` a non-blocking call runs at once, and its future is done when it
+    returns. With it calls are queued, and run in the order in which they were made.
+    """
 
     def __init__(self, config: JubakoConfig, checkpoint: Any) -> None:
         """Build the worker, choose its device, load the model. `checkpoint` names the weights."""
@@ -25,9 +35,16 @@ class UniProcExecutor(Executor):
                 f"The sizes of tensor, pipeline and context parallelism ask for {size} workers; "
                 "more than one is not built yet. Set them to 1."
             )
+        self._thread: ThreadPoolExecutor | None = None
+        if config.scheduler_config.async_scheduling:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
         self.worker: Worker | None = Worker(config, checkpoint)
-        self.worker.init_device()
-        self.worker.load_model()
+        try:
+            self.collective_rpc("init_device")
+            self.collective_rpc("load_model")
+        except BaseException:
+            self.shutdown()
+            raise
 
     def collective_rpc(
         self,
@@ -42,12 +59,18 @@ class UniProcExecutor(Executor):
         def call() -> list[Any]:
             return [self._run(method, args, kwargs or {})]
 
-        return _resolved(call) if non_block else call()
+        return self._call(call, non_block)
 
     def _output_of(self, method: str, argument: Any, non_block: bool) -> Any:
         def call() -> Any:
             return self._run(method, (argument,), {})
 
+        return self._call(call, non_block)
+
+    def _call(self, call: Callable[[], Any], non_block: bool) -> Any:
+        if self._thread is not None:
+            future = self._thread.submit(call)
+            return future if non_block else future.result()
         return _resolved(call) if non_block else call()
 
     def _run(
@@ -69,8 +92,11 @@ class UniProcExecutor(Executor):
 
     def shutdown(self) -> None:
         if self.worker is not None:
-            self.worker.shutdown()
+            self.collective_rpc("shutdown")
             self.worker = None
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
 
 
 def _resolved(call: Callable[[], Any]) -> Future[Any]:

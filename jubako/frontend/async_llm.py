@@ -9,13 +9,13 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jubako.config import JubakoConfig
 from jubako.engine.client import AsyncMPClient
 from jubako.engine.messages import EngineCoreOutputs, EngineCoreReady
 from jubako.engine.utility import UtilityTimeoutError
-from jubako.errors import EngineDeadError, EngineGenerateError, JubakoError
+from jubako.errors import EngineDeadError, EngineGenerateError, JubakoError, ValidationError
 from jubako.frontend.input_processor import (
     InputProcessor,
     ProcessedInput,
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 OUTPUT_SLICE = 128
 """Outputs processed before other coroutines get a turn."""
+
+PauseMode = Literal["abort", "wait", "keep"]
 
 HEALTH_TIMEOUT = 30.0
 """Seconds in which a living core answers; longer than a step should take."""
@@ -70,6 +72,9 @@ class AsyncLLM:
         self._handler_failed = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._pause: _Pause | None = None
+        self._is_frozen = False
+        """Whether the core was told to schedule nothing."""
 
     @classmethod
     def from_config(cls, config: JubakoConfig) -> AsyncLLM:
@@ -166,6 +171,7 @@ class AsyncLLM:
             self._raise_if_dead()
         else:
             processed = process()
+        await self._wait_while_closed()
         internal_id = assign_request_id(processed.request)
         collector = RequestOutputCollector(params.output_kind)
         children = self._outputs.add_request(processed.request, processed.prompt, collector)
@@ -177,6 +183,15 @@ class AsyncLLM:
             self._abort([internal_id], internal=True)
             raise
         return internal_id, collector
+
+    async def _wait_while_closed(self) -> None:
+        """Wait while a pause lets no request in.
+
+        Nothing else may run between the return and the registering of the request.
+        """
+        while self._pause is not None and self._pause.is_closed:
+            await self._pause.ended.wait()
+            self._raise_if_dead()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End all requests that the caller gave these ids, each with a last output."""
@@ -219,6 +234,7 @@ class AsyncLLM:
                 logger.exception("Processing outputs failed")
                 error = EngineDeadError()
             self._handler_failed = True
+            self._end_pause()
             self._outputs.propagate_error(error)
             self._note_idle()
 
@@ -261,6 +277,80 @@ class AsyncLLM:
         )
         return bool(done)
 
+    # -- pauses -------------------------------------------------------------------------------
+
+    async def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Stop generating until `resume_generation`, for instance to change the weights.
+
+        "abort" ends the open requests, each with a last output; "wait" lets them finish; in both,
+        new requests wait until the pause is over. "keep" stops the core between two steps and
+        leaves all requests where they are; new ones join them. Then the caches of prefixes, media
+        and encoder outputs are cleared, if `clear_cache`; requests that are kept are computed again
+        from their tokens, and their outputs go on unchanged.
+
+        Returns when no request runs, or when the pause was ended meanwhile. Called again, the last
+        mode holds. Raises `ValidationError` for an unknown mode, and `JubakoError` if the prefix
+        cache cannot be cleared because transfers hold some of it; the pause holds then too.
+        """
+        if mode not in ("abort", "wait", "keep"):
+            raise ValidationError(f"mode must be abort, wait or keep, got {mode!r}.", "mode", mode)
+        self._ensure_handler()
+        earlier, pause = self._pause, _Pause(is_closed=mode != "keep")
+        self._pause = pause
+        if earlier is not None:
+            # Who waits for that one looks again, and finds this one.
+            earlier.ended.set()
+        if mode == "keep":
+            await self._freeze(True)
+        elif mode == "abort":
+            self._abort(self._outputs.unfinished_request_ids, internal=True)
+        elif self._is_frozen:
+            # What is frozen does not finish.
+            await self._freeze(False)
+        if mode == "wait":
+            await self._wait_until_idle(pause)
+        if clear_cache and self._pause is pause:
+            await self._clear_caches()
+
+    async def resume_generation(self) -> None:
+        """Go on; does nothing if there is no pause."""
+        self._end_pause()
+        if self._is_frozen:
+            await self._freeze(False)
+
+    async def is_paused(self) -> bool:
+        """Whether `pause_generation` was called and `resume_generation` was not since."""
+        return self._pause is not None
+
+    def _end_pause(self) -> None:
+        pause, self._pause = self._pause, None
+        if pause is not None:
+            pause.ended.set()
+
+    async def _freeze(self, frozen: bool) -> None:
+        self._is_frozen = frozen
+        await self._client.call_utility("pause_scheduler" if frozen else "resume_scheduler")
+
+    async def _wait_until_idle(self, pause: _Pause) -> None:
+        """Wait until no request is open or `pause` is over."""
+        waits = [asyncio.ensure_future(e.wait()) for e in (self._idle, pause.ended)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        self._raise_if_dead()
+
+    async def _clear_caches(self) -> None:
+        # Requests that are kept start over, or their KV would stay.
+        if not await self.reset_prefix_cache(reset_running_requests=True):
+            raise JubakoError(
+                "The prefix cache was not cleared: transfers hold some of its blocks. Try again "
+                "when they are done."
+            )
+        await self._client.call_utility("reset_mm_cache")
+        await self._client.call_utility("reset_encoder_cache")
+
     async def wait_for_drain(self, timeout: float | None = None) -> bool:
         """Wait until no request is open, at most `timeout` seconds; whether that is so."""
         if not self._outputs.has_unfinished_requests():
@@ -276,7 +366,17 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """End the core; open requests get `EngineDeadError`. Calling it again does nothing."""
         self._client.shutdown()
+        self._end_pause()
         if self._handler is not None and not self._handler.get_loop().is_closed():
             self._handler.cancel()
         self._outputs.propagate_error(EngineDeadError("The engine was shut down."))
         self._encoding.shutdown(wait=False, cancel_futures=True)
+
+
+class _Pause:
+    """A time in which nothing is generated."""
+
+    def __init__(self, *, is_closed: bool) -> None:
+        self.is_closed = is_closed
+        """Whether new requests are kept out."""
+        self.ended = asyncio.Event()

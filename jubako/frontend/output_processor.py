@@ -197,6 +197,11 @@ class OutputProcessor:
         return len(self._states)
 
     @property
+    def unfinished_request_ids(self) -> list[str]:
+        """Internal ids of the open requests; of each of `n` answers."""
+        return list(self._states)
+
+    @property
     def num_unfinished_tokens(self) -> int:
         """Prompt tokens of the open requests."""
         return self._num_tokens

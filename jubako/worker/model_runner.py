@@ -75,10 +75,6 @@ class ModelRunner:
         custom_processors: list[type[LogitsProcessor]] | None = None,
         staging: StepStaging | None = None,
     ) -> None:
-        if config.scheduler_config.async_scheduling:
-            raise ConfigError(
-                "async_scheduling=True is not built yet; leave it out.", "async_scheduling"
-            )
         self.config = config
         self.device = device
         self.max_num_reqs = config.scheduler_config.seq_limit
@@ -348,14 +344,23 @@ class ModelRunner:
     def _update_outputs(
         self, request: CachedRequestState, row: int | None, cached: CachedRequestData, i: int
     ) -> None:
-        """Follow the scheduler where it knows other outputs than this worker."""
+        """Follow the scheduler where it counts other outputs than this worker has.
+
+        A scheduler that plans ahead counts tokens that it does not know yet. This worker has
+        sampled them, since steps run in order.
+        """
         output = request.output_token_ids
         known = cached.all_token_ids.get(request.req_id)
-        if known is not None and len(known) != request.num_tokens:
+        num_known = 0 if known is None else len(known) - request.num_prompt_tokens
+        if cached.num_output_tokens:
+            wanted = cached.num_output_tokens[i]
+        else:
+            wanted = len(output) if known is None else num_known
+        if known is not None and len(output) < num_known:
             output[:] = known[request.num_prompt_tokens :]
-        elif cached.num_output_tokens and cached.num_output_tokens[i] < len(output):
-            # KV of these outputs was lost; they will be computed again.
-            del output[cached.num_output_tokens[i] :]
+        elif len(output) > wanted:
+            # They, or their KV, were lost; they will be computed again.
+            del output[wanted:]
         else:
             return
         if row is not None:

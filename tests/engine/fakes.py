@@ -6,8 +6,8 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from jubako.executor.executor import Executor
 from jubako.kv_cache.specs import FullAttentionSpec
 from jubako.scheduler.model_output import (
     EMPTY_MODEL_RUNNER_OUTPUT,
+    DraftTokenIds,
+    KVConnectorOutput,
     LogprobsLists,
     ModelRunnerOutput,
 )
@@ -47,7 +49,11 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class FakeExecutor(Executor):
-    """Mirrors the requests as a worker does, and computes their next tokens from the mirror."""
+    """Mirrors the requests as a worker does, and computes their next tokens from the mirror.
+
+    With `async_scheduling` it does so in a thread of its own; `gate`, while it is cleared, holds
+    that thread up before each first phase.
+    """
 
     def __init__(self, config: Any, checkpoint: Any) -> None:
         super().__init__(config, checkpoint)
@@ -58,6 +64,18 @@ class FakeExecutor(Executor):
         """Requests whose prompt logprobs were returned."""
         self.num_steps = 0
         self.was_shut_down = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_drafts = 0
+        self.drafts: dict[str, list[int]] = {}
+        """What the last step proposed for the next."""
+        self.masks: list[Any] = []
+        """What the second phases were given."""
+        self.kv_report: KVConnectorOutput | None = None
+        """For the next step's result."""
+        self._thread: ThreadPoolExecutor | None = None
+        if config.scheduler_config.async_scheduling:
+            self._thread = ThreadPoolExecutor(1)
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
         block_size = self.config.cache_config.block_size
@@ -76,14 +94,26 @@ class FakeExecutor(Executor):
         return [None]
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        return self._call(lambda: self._execute(scheduler_output), non_block)
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        return self._call(lambda: self._sample(grammar_output), non_block)
+
+    def _call(self, call: Callable[[], Any], non_block: bool) -> Any:
+        if self._thread is not None:
+            submitted = self._thread.submit(call)
+            return submitted if non_block else submitted.result()
+        if not non_block:
+            return call()
         future: Future[Any] = Future()
         try:
-            future.set_result(self._execute(scheduler_output))
+            future.set_result(call())
         except Exception as error:
             future.set_exception(error)
         return future
 
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+        self.gate.wait()
         self.num_steps += 1
         for request_id in step.finished_req_ids:
             self.tokens.pop(request_id, None)
@@ -100,14 +130,24 @@ class FakeExecutor(Executor):
                 threading.Thread(target=self.on_failure).start()
             if INTERRUPT in self.tokens[new.req_id]:
                 signal.raise_signal(signal.SIGINT)
+        cached = step.scheduled_cached_reqs
+        for request_id in cached.resumed_req_ids:
+            # Without what has been thrown away.
+            self.tokens[request_id] = list(cached.all_token_ids[request_id])
         if not step.total_num_scheduled_tokens:
+            report, self.kv_report = self.kv_report, None
+            if report is not None:
+                return ModelRunnerOutput(kv_connector_output=report)
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.step = step
         return None
 
-    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> ModelRunnerOutput:
-        assert self.step is not None
+    def _sample(self, grammar_output: Any) -> ModelRunnerOutput | None:
+        if self.step is None:
+            return None
         step, self.step = self.step, None
+        self.masks.append(grammar_output)
+        report, self.kv_report = self.kv_report, None
         computed = {r.req_id: r.num_computed_tokens for r in step.scheduled_new_reqs}
         cached = step.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens))
@@ -115,18 +155,46 @@ class FakeExecutor(Executor):
         sampled: list[list[int]] = []
         for request_id, count in step.num_scheduled_tokens.items():
             tokens = self.tokens[request_id]
-            if computed[request_id] + count < len(tokens):
+            drafts = self._drafts_to_verify(step, request_id)
+            if computed[request_id] + count - len(drafts) < len(tokens):
                 sampled.append([])
                 continue
-            tokens.append(next_token(tokens))
-            sampled.append([tokens[-1]])
+            new: list[int] = []
+            for draft in [*drafts, None]:
+                new.append(next_token(tokens + new))
+                if draft != new[-1]:
+                    break
+            tokens += new
+            sampled.append(new)
+        self._propose([i for i, new in zip(ids, sampled) if new])
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={r: i for i, r in enumerate(ids)},
             sampled_token_ids=sampled,
             logprobs=self._logprobs(ids, sampled),
             prompt_logprobs_dict=self._prompt_logprobs(ids, sampled),
+            kv_connector_output=report,
         )
+
+    def _drafts_to_verify(self, step: SchedulerOutput, request_id: str) -> list[int]:
+        drafts = step.scheduled_spec_decode_tokens.get(request_id, [])
+        if drafts and drafts[0] == -1:
+            # Planned before they were made.
+            drafts = self.drafts.get(request_id, [])[: len(drafts)]
+        return drafts
+
+    def _propose(self, request_ids: list[str]) -> None:
+        """Some drafts right, the others wrong."""
+        self.drafts = {}
+        for request_id in request_ids if self.num_drafts else ():
+            tokens = self.tokens[request_id]
+            right = continuation(tokens, len(tokens) % (self.num_drafts + 1))
+            self.drafts[request_id] = right + [0] * (self.num_drafts - len(right))
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        if not self.num_drafts:
+            return None
+        return DraftTokenIds(list(self.drafts), list(self.drafts.values()))
 
     def _logprobs(self, ids: list[str], sampled: list[list[int]]) -> LogprobsLists | None:
         counts = [self.params[i].logprobs for i in ids]
@@ -159,6 +227,9 @@ class FakeExecutor(Executor):
 
     def shutdown(self) -> None:
         self.was_shut_down = True
+        self.gate.set()
+        if self._thread is not None:
+            self._thread.shutdown()
 
 
 def logprob_row(token_id: int, width: int) -> tuple[list[int], list[float], int]:

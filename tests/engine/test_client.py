@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import stat
@@ -21,10 +22,11 @@ import zmq
 
 from jubako.engine import launcher
 from jubako.engine.client import AsyncMPClient, InprocClient, SyncMPClient
+from jubako.engine.core import EngineCore
 from jubako.engine.interrupts import interrupts_deferred
 from jubako.engine.launcher import CoreProcess, make_socket_directory
 from jubako.engine.messages import EngineCoreRequest, FinishReason
-from jubako.engine.utility import UtilityTimeoutError
+from jubako.engine.utility import UTILITY_METHODS, UtilityTimeoutError
 from jubako.engine.wire import engine_identity
 from jubako.errors import (
     CheckpointError,
@@ -32,8 +34,10 @@ from jubako.errors import (
     EngineDeadError,
     JubakoError,
     ModelNotFoundError,
+    NotImplementedFeatureError,
 )
 from jubako.sampling_params import SamplingParams
+from jubako.scheduler import LoRARequest
 from tests.engine.conftest import MakeConfig
 from tests.engine.fakes import (
     DIE,
@@ -86,6 +90,14 @@ def read(client: SyncMPClient, count: int) -> dict[str, list[Any]]:
     while sum(o[-1].finished for o in found.values()) < count:
         for output in client.get_output().outputs:
             found.setdefault(output.request_id, []).append(output)
+    return found
+
+
+def read_one(client: SyncMPClient, request_id: str) -> list[Any]:
+    """All outputs of one request; an aborted one may have ended before its abort came."""
+    found: list[Any] = []
+    while not (found and found[-1].finished):
+        found += [o for o in client.get_output().outputs if o.request_id == request_id]
     return found
 
 
@@ -202,7 +214,7 @@ def test_abort(client: SyncMPClient) -> None:
         client.abort_requests([f"aborted {turn}", "unknown"])
         client.abort_requests([])
         client.add_request(request(f"kept {turn}", [6]))
-        assert len(read(client, 1)[f"kept {turn}"]) == 5
+        assert len(read_one(client, f"kept {turn}")) == 5
     wait_until(lambda: client.call_utility("get_request_counts") == (0, 0))
 
 
@@ -219,7 +231,41 @@ def test_only_exported_methods_can_be_called(client: SyncMPClient, name: str) ->
         client.call_utility(name)
 
 
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("sleep", (1,)),
+        ("wake_up", ()),
+        ("profile", (True,)),
+        ("add_lora", (LoRARequest("name", 1),)),
+        ("remove_lora", (1,)),
+        ("pin_lora", (1,)),
+    ],
+)
+def test_what_the_workers_cannot_do_is_a_typed_error(
+    client: SyncMPClient, method: str, args: tuple[Any, ...]
+) -> None:
+    with pytest.raises(NotImplementedFeatureError, match="not built"):
+        client.call_utility(method, *args)
+
+
+def test_control_calls(client: SyncMPClient) -> None:
+    assert client.call_utility("list_loras") == set()
+    for method in ("execute_dummy_batch", "reset_mm_cache", "reset_encoder_cache"):
+        assert client.call_utility(method) is None
+
+
+def test_every_exported_method_exists_and_takes_what_the_table_says() -> None:
+    for name, method in UTILITY_METHODS.items():
+        parameters = list(inspect.signature(getattr(EngineCore, name)).parameters.values())[1:]
+        assert len(parameters) == len(method.arguments), name
+        required = [p for p in parameters if p.default is inspect.Parameter.empty]
+        assert len(required) == method.num_required, name
+
+
 def test_arguments_are_checked(client: SyncMPClient) -> None:
+    with pytest.raises(JubakoError, match="add_lora takes 1 arguments, got 0"):
+        client.call_utility("add_lora")
     with pytest.raises(JubakoError, match="bool"):
         client.call_utility("reset_prefix_cache", "yes")
     with pytest.raises(JubakoError, match="takes 0"):
@@ -244,7 +290,7 @@ def test_garbage_on_the_socket_changes_nothing(client: SyncMPClient) -> None:
     for frames in ([b""], [b"\x00"], [b"\x07", b"x"], [b"\x00", b"\xff" * 50], [b"\x01", b"\x05"]):
         client._connection.input.send_multipart([engine_identity(0), *frames])
     client.add_request(request("after garbage", [5]))
-    assert len(read(client, 1)["after garbage"]) == 5
+    assert len(read_one(client, "after garbage")) == 5
 
 
 # -- start ------------------------------------------------------------------------------------
@@ -457,6 +503,66 @@ def test_sigterm_lets_open_requests_finish(doomed: SyncMPClient) -> None:
     assert [t for o in outputs for t in o.new_token_ids] == continuation([5], 100)
     with pytest.raises(EngineDeadError):
         forever(doomed.get_output)
+
+
+def test_sigterm_waits_for_requests_that_a_pause_keeps(doomed: SyncMPClient) -> None:
+    doomed.add_request(request("a", [5], max_tokens=100))
+    first = doomed.get_output()
+    doomed.call_utility("pause_scheduler")
+    os.kill(doomed.pid, signal.SIGTERM)
+    # It still answers: whoever paused it may go on.
+    assert doomed.call_utility("is_scheduler_paused") is True
+    doomed.call_utility("resume_scheduler")
+    outputs = [*first.outputs, *read(doomed, 1)["a"]]
+    assert [t for o in outputs for t in o.new_token_ids] == continuation([5], 100)
+    with pytest.raises(EngineDeadError):
+        forever(doomed.get_output)
+
+
+# -- steps that overlap -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def ahead(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[SyncMPClient]:
+    """A core that plans a step before the last one has come back."""
+    monkeypatch.setattr(launcher, "STOP_TIMEOUT", 0.5)
+    client = start(make_config(async_scheduling=True))
+    yield client
+    client.shutdown()
+
+
+def test_overlapping_steps_give_the_same_outputs(ahead: SyncMPClient) -> None:
+    prompts = {f"{i}": [5 + i, 6] * (1 + 3 * i) for i in range(9)}
+    for name, prompt in prompts.items():
+        ahead.add_request(request(name, prompt, max_tokens=20))
+    found = Background(lambda: read(ahead, len(prompts))).wait()
+    for name, prompt in prompts.items():
+        assert [t for o in found[name] for t in o.new_token_ids] == continuation(prompt, 20)
+    wait_until(lambda: ahead.call_utility("get_request_counts") == (0, 0))
+    ahead.call_utility("pause_scheduler")
+    ahead.add_request(request("late", [5, 6]))
+    wait_until(lambda: ahead.call_utility("get_request_counts") == (0, 1))
+    ahead.call_utility("resume_scheduler")
+    (late,) = read(ahead, 1).values()
+    assert [t for o in late for t in o.new_token_ids] == continuation([5, 6], 5)
+    ahead.add_request(request("aborted", [5], max_tokens=None))
+    ahead.get_output()
+    ahead.abort_requests(["aborted"])
+    wait_until(lambda: ahead.call_utility("get_request_counts") == (0, 0))
+    assert ahead.call_utility("reset_prefix_cache") is True
+    os.kill(ahead.pid, signal.SIGTERM)
+    with pytest.raises(EngineDeadError):
+        forever(ahead.get_output)
+
+
+def test_a_failing_step_among_overlapping_ones_ends_the_core(ahead: SyncMPClient) -> None:
+    ahead.add_request(request("a", [5], max_tokens=100))
+    ahead.get_output()
+    ahead.add_request(request("b", [FAIL]))
+    waiting = Background(lambda: forever(ahead.get_output))
+    error = waiting.wait()
+    assert isinstance(error, EngineDeadError)
+    assert "secret" not in error.message
 
 
 def test_sigint_is_the_parents_business(client: SyncMPClient) -> None:

@@ -51,7 +51,9 @@ def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:
     """Step until nothing is left; outputs by request."""
     found: dict[str, list[EngineCoreOutput]] = {}
     while core.has_work():
-        for message in core.step()[0].values():
+        outputs, model_ran = core.step_fn()
+        core.post_step(model_ran)
+        for message in (outputs or {}).values():
             for output in message.outputs:
                 found.setdefault(output.request_id, []).append(output)
     return found
@@ -230,12 +232,17 @@ events = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(events)
+@given(events, st.booleans())
 def test_no_order_of_events_leaves_a_request_behind(
-    make_config: MakeConfig, checkpoint: Checkpoint, events: list[tuple[Any, ...]]
+    make_config: MakeConfig, checkpoint: Checkpoint, events: list[tuple[Any, ...]], overlap: bool
 ) -> None:
     """With a pool of 40 blocks and a budget of 16 tokens: chunks, preemptions and waiting."""
-    options = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    options = {
+        "num_gpu_blocks_override": 40,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+        "async_scheduling": overlap,
+    }
     config = complete_config(make_config(**options), checkpoint, usage="llm")
     core = EngineCore(config, checkpoint)
     prompts: dict[str, tuple[list[int], int]] = {}
@@ -243,7 +250,7 @@ def test_no_order_of_events_leaves_a_request_behind(
     outputs: dict[str, list[EngineCoreOutput]] = {}
 
     def step() -> None:
-        for message in core.step()[0].values():
+        for message in (core.step_fn()[0] or {}).values():
             for output in message.outputs:
                 assert output.request_id not in aborted
                 outputs.setdefault(output.request_id, []).append(output)

@@ -138,10 +138,18 @@ def test_an_option_that_no_engine_has_a_use_for_is_refused(name: str, value: obj
         complete(**{name: value})
 
 
-def test_async_scheduling_is_not_built() -> None:
-    with pytest.raises(ConfigError, match="async_scheduling"):
-        complete(async_scheduling=True)
+def test_steps_overlap_on_a_cpu_only_if_asked_for() -> None:
     assert complete().scheduler_config.async_scheduling is False
+    assert complete(async_scheduling=False).scheduler_config.async_scheduling is False
+    assert complete(async_scheduling=True).scheduler_config.async_scheduling is True
+
+
+def test_steps_overlap_on_a_gpu_unless_forbidden(machine: dict[str, Machine]) -> None:
+    machine["this"] = GPU
+    assert complete().scheduler_config.async_scheduling is True
+    assert complete(async_scheduling=False).scheduler_config.async_scheduling is False
+    other = complete(distributed_executor_backend="some.Executor")
+    assert other.scheduler_config.async_scheduling is False
 
 
 # -- length -----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from tests.exactness import oracle
 from tests.exactness.conftest import Case
 
 TINY = list(oracle.CONFIGS)
+OVERLAPPING = ["llama", "gemma3"]
 
 
 def engine(model: Path, **options: Any) -> LLM:
@@ -86,6 +87,19 @@ def blocks_of_one_request(llm: LLM) -> int:
     return 1 + sum(s.max_memory_usage_bytes(client.config) // s.page_size_bytes for s in specs)
 
 
+def check_overlapping_steps(case: Case) -> None:
+    model, prompts, answers = case
+    options = {"block_size": 8, "max_num_batched_tokens": 64, "max_model_len": 1536}
+    with engine(model, async_scheduling=True, **options) as llm:
+        run(llm, prompts[:6], answers[:6])
+        blocks = blocks_of_one_request(llm)
+    options |= {"num_gpu_blocks_override": blocks, "scheduler_reserve_full_isl": False}
+    with engine(model, async_scheduling=True, **options) as llm:
+        outputs = run(llm, prompts, answers)
+        assert sum(o.metrics.num_preemptions for o in outputs if o.metrics) > 0
+        assert llm.reset_prefix_cache(), "every block is free again"
+
+
 CHECKS = [check_alone_and_hits, check_batched, check_budget, check_preemption]
 
 
@@ -93,6 +107,11 @@ CHECKS = [check_alone_and_hits, check_batched, check_budget, check_preemption]
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models(name: str, check: Any, tiny_case: Any) -> None:
     check(tiny_case(name))
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_overlapping_steps(name: str, tiny_case: Any) -> None:
+    check_overlapping_steps(tiny_case(name))
 
 
 @pytest.mark.timeout(900)

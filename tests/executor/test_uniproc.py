@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
@@ -13,7 +15,7 @@ from jubako.executor.executor import Executor
 from jubako.executor.uniproc import UniProcExecutor
 from jubako.sampling_params import SamplingParams
 from jubako.scheduler.model_output import EMPTY_MODEL_RUNNER_OUTPUT
-from jubako.scheduler.output import NewRequestData, SchedulerOutput
+from jubako.scheduler.output import CachedRequestData, NewRequestData, SchedulerOutput
 from jubako.worker.worker import Worker
 from tests.worker.stub_model import StubLayer, StubModel, make_config, make_kv_config
 
@@ -21,8 +23,12 @@ from tests.worker.stub_model import StubLayer, StubModel, make_config, make_kv_c
 class StubWorker(Worker):
     """A worker whose model needs no checkpoint."""
 
+    def init_device(self) -> None:
+        self.made_in = {threading.get_ident()}
+        super().init_device()
+
     def load_model(self) -> None:
-        self.calls = ["load_model"]
+        self.made_in.add(threading.get_ident())
         layer = StubLayer("g0.0", salt=1)
         self.model_runner.use_model(StubModel([layer]), {"g0.0": layer})
 
@@ -135,3 +141,103 @@ def test_a_shut_down_executor_says_so(executor: Executor) -> None:
     executor.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         executor.execute_model(step())
+
+
+# -- a thread of its own ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
+    """With steps that may overlap."""
+    monkeypatch.setattr(uniproc, "Worker", StubWorker)
+    config = make_config().replace(scheduler_config={"async_scheduling": True})
+    executor = UniProcExecutor(config, checkpoint=None)
+    layers = list(executor.worker.model_runner.layers.values())
+    executor.initialize_from_config([make_kv_config(layers, ((4, None, 1),))])
+    yield executor
+    executor.shutdown()
+
+
+def thread_of(worker: Worker) -> int:
+    return threading.get_ident()
+
+
+def test_calls_wait_for_each_other_and_not_for_the_caller(ahead: Executor) -> None:
+    assert ahead.max_concurrent_batches == 2
+    expected = ahead.worker.model_runner.model.greedy([1, 2], 2)
+    gate, held = threading.Event(), threading.Event()
+
+    def hold(worker: Worker) -> None:
+        held.set()
+        gate.wait()
+
+    ahead.collective_rpc(hold, non_block=True)
+    held.wait()
+    cached = CachedRequestData(
+        req_ids=["a"], new_block_ids=[None], num_computed_tokens=[2], num_output_tokens=[1]
+    )
+    following = SchedulerOutput(
+        scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1
+    )
+    # Two steps are handed over before the first has begun; the second finds its token.
+    futures = [
+        ahead.execute_model(step(), non_block=True),
+        ahead.sample_tokens(None, non_block=True),
+        ahead.execute_model(following, non_block=True),
+        ahead.sample_tokens(None, non_block=True),
+    ]
+    assert not any(future.done() for future in futures)
+    gate.set()
+    assert futures[0].result() is None
+    assert futures[1].result().sampled_token_ids == [expected[:1]]
+    assert futures[2].result() is None
+    assert futures[3].result().sampled_token_ids == [expected[1:]]
+
+
+def test_one_thread_does_all_the_work(ahead: Executor, executor: Executor) -> None:
+    (here,) = executor.collective_rpc(thread_of)
+    (there,) = ahead.collective_rpc(thread_of)
+    assert here == threading.get_ident() != there
+    assert ahead.collective_rpc(thread_of, non_block=True).result() == [there]
+    assert ahead.worker.made_in == {there}
+
+
+def test_a_call_that_blocks_keeps_its_place(ahead: Executor) -> None:
+    future = ahead.execute_model(step(), non_block=True)
+    assert ahead.sample_tokens(None).req_ids == ["a"]
+    assert future.done()
+    with pytest.raises(OSError, match="own error"):
+        ahead.collective_rpc("fail")
+    failed = ahead.collective_rpc("fail", non_block=True)
+    with pytest.raises(OSError, match="own error"):
+        failed.result()
+
+
+def test_the_second_phase_of_a_step_that_failed_gives_nothing(ahead: Executor) -> None:
+    unknown = CachedRequestData(req_ids=["nobody"], num_computed_tokens=[1])
+    failed = ahead.execute_model(SchedulerOutput(scheduled_cached_reqs=unknown), non_block=True)
+    assert ahead.sample_tokens(None, non_block=True).result() is None
+    with pytest.raises(KeyError):
+        failed.result()
+
+
+def test_a_thread_ends_with_its_executor(ahead: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    future = ahead.execute_model(step(), non_block=True)
+    ahead.shutdown()
+    ahead.shutdown()
+    assert future.result() is None
+    assert not any(t.name.startswith("worker") for t in threading.enumerate())
+    with pytest.raises(RuntimeError, match="shut down"):
+        ahead.execute_model(step())
+
+
+def test_a_failing_start_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(StubWorker):
+        def load_model(self) -> None:
+            raise OSError("no weights")
+
+    monkeypatch.setattr(uniproc, "Worker", Broken)
+    config = make_config().replace(scheduler_config={"async_scheduling": True})
+    with pytest.raises(OSError, match="no weights"):
+        UniProcExecutor(config, checkpoint=None)
+    assert not any(t.name.startswith("worker") for t in threading.enumerate())

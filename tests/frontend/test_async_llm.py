@@ -296,6 +296,146 @@ async def test_an_unexpected_failure_of_one_request_is_its_own(
     assert tokens(await collect(engine, [5])) == continuation([5], 6)
 
 
+# -- pauses -----------------------------------------------------------------------------------
+
+
+async def opened(engine: AsyncLLM, count: int) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while engine.num_unfinished_requests != count:
+            await asyncio.sleep(0)
+
+
+async def held(engine: AsyncLLM, pause: Any) -> None:
+    """Wait until `pause` keeps new requests out."""
+    async with asyncio.timeout(DEADLINE):
+        while not await engine.is_paused():
+            assert not pause.done()
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_keeping_requests_freezes_them(make_config: Any, ahead: bool) -> None:
+    engine = AsyncLLM.from_config(make_config(async_scheduling=ahead))
+    first = engine.generate([5], greedy(max_tokens=100))
+    seen = tokens([await anext(first)])
+    await engine.pause_generation("keep")
+    assert await engine.is_paused()
+    # The core has let go of all KV, and hears of new requests without running them.
+    assert await engine.reset_prefix_cache()
+    second = asyncio.ensure_future(collect(engine, [6]))
+    await opened(engine, 2)
+    async with asyncio.timeout(DEADLINE):
+        while sum(await engine._client.call_utility("get_request_counts")) != 2:
+            pass
+    running, _ = await engine._client.call_utility("get_request_counts")
+    assert running == 0
+    await engine.resume_generation()
+    assert not await engine.is_paused()
+    seen += [t async for o in first for t in tokens([o])]
+    assert seen == continuation([5], 100)
+    assert tokens(await second) == continuation([6], 6)
+    engine.shutdown()
+
+
+async def test_kept_requests_keep_their_kv_if_the_caches_are_kept(engine: AsyncLLM) -> None:
+    stream = engine.generate([5] * 9, greedy(max_tokens=100))
+    seen = tokens([await anext(stream)])
+    await engine.pause_generation("keep", clear_cache=False)
+    assert (await engine._client.call_utility("get_request_counts"))[0] == 1
+    assert not await engine.reset_prefix_cache()
+    await engine.resume_generation()
+    seen += [t async for o in stream for t in tokens([o])]
+    assert seen == continuation([5] * 9, 100)
+
+
+async def test_aborting_ends_all_and_keeps_new_ones_out(engine: AsyncLLM) -> None:
+    readers = [
+        asyncio.ensure_future(collect(engine, [5 + i], max_tokens=None, n=1 + i % 2))
+        for i in range(6)
+    ]
+    await opened(engine, 9)
+    await engine.pause_generation()
+    for outputs in await asyncio.gather(*readers):
+        assert outputs[-1].finished
+        assert {c.finish_reason for c in outputs[-1].outputs} == {"abort"}
+    late = asyncio.ensure_future(collect(engine, [6]))
+    gone = asyncio.ensure_future(collect(engine, [7]))
+    await engine.check_health()
+    assert engine.num_unfinished_requests == 0
+    gone.cancel()
+    # A second pause, of another mode, takes over from the first.
+    await engine.pause_generation("wait")
+    assert engine.num_unfinished_requests == 0
+    assert not late.done()
+    await engine.resume_generation()
+    assert tokens(await late) == continuation([6], 6)
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    await engine.resume_generation()
+
+
+async def test_waiting_lets_requests_finish(engine: AsyncLLM) -> None:
+    reader = asyncio.ensure_future(collect(engine, [5] * 40, max_tokens=80))
+    await opened(engine, 1)
+    pause = asyncio.ensure_future(engine.pause_generation("wait"))
+    await held(engine, pause)
+    late = asyncio.ensure_future(collect(engine, [5] * 40))
+    await pause
+    assert tokens(await reader) == continuation([5] * 40, 80)
+    assert engine.num_unfinished_requests == 0
+    await engine.resume_generation()
+    outputs = await late
+    assert tokens(outputs) == continuation([5] * 40, 6)
+    # The caches have been cleared.
+    assert outputs[0].num_cached_tokens == 0
+
+
+async def test_a_pause_that_waits_can_be_ended(engine: AsyncLLM) -> None:
+    await engine.pause_generation("keep", clear_cache=False)
+    stuck = asyncio.ensure_future(collect(engine, [5], max_tokens=100))
+    await opened(engine, 1)
+    await engine.resume_generation()
+    stream = engine.generate([HANG], greedy())
+    reading = asyncio.ensure_future(anext(stream))
+    pause = asyncio.ensure_future(engine.pause_generation("wait"))
+    await held(engine, pause)
+    late = asyncio.ensure_future(collect(engine, [6]))
+    # Nothing is locked meanwhile.
+    assert await engine.is_paused()
+    await engine.resume_generation()
+    await pause
+    assert not await engine.is_paused()
+    await opened(engine, 3)
+    os.kill(engine._client.pid, signal.SIGKILL)
+    await asyncio.gather(stuck, reading, late, return_exceptions=True)
+
+
+async def test_waiting_thaws_what_an_earlier_pause_froze(engine: AsyncLLM) -> None:
+    await engine.pause_generation("keep")
+    reader = asyncio.ensure_future(collect(engine, [5], max_tokens=20))
+    await opened(engine, 1)
+    async with asyncio.timeout(DEADLINE):
+        await engine.pause_generation("wait")
+    assert tokens(await reader) == continuation([5], 20)
+    assert await engine.is_paused()
+
+
+async def test_who_waits_for_the_end_of_a_pause_hears_of_the_engines_end(engine: AsyncLLM) -> None:
+    await engine.pause_generation("wait")
+    waiting = asyncio.ensure_future(collect(engine, [5]))
+    await asyncio.sleep(0)
+    os.kill(engine._client.pid, signal.SIGKILL)
+    async with asyncio.timeout(DEADLINE):
+        with pytest.raises(EngineDeadError):
+            await waiting
+
+
+async def test_an_unknown_mode_is_refused(engine: AsyncLLM) -> None:
+    with pytest.raises(ValidationError, match="abort, wait or keep, got 'later'"):
+        await engine.pause_generation("later")  # type: ignore[arg-type]
+    assert not await engine.is_paused()
+
+
 # -- end --------------------------------------------------------------------------------------
 
 

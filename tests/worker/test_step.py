@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from jubako.errors import ConfigError, NotImplementedFeatureError
+from jubako.errors import NotImplementedFeatureError
 from jubako.kernels.metadata import AttentionMetadata
 from jubako.sampling_params import SamplingParams
 from jubako.scheduler.model_output import EMPTY_MODEL_RUNNER_OUTPUT
@@ -191,10 +191,54 @@ def test_requests_that_are_not_built_are_refused(changes: dict) -> None:
         runner.execute_model(plan({"a": 2}, scheduled_new_reqs=[new("a", [1, 2], [1], **changes)]))
 
 
-def test_async_scheduling_is_refused() -> None:
-    config = make_config().replace(scheduler_config={"async_scheduling": True})
-    with pytest.raises(ConfigError, match="async_scheduling"):
-        ModelRunner(config, torch.device("cpu"))
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_tokens_that_the_scheduler_only_counts_are_kept(in_flight: int) -> None:
+    """A request that sat out a step, told when its last tokens had not come back."""
+    runner = simple_runner()
+    prompt = [1, 2, 3]
+    tokens = runner.model.greedy(prompt, 4)
+    runner.execute_model(plan({"a": 3}, scheduled_new_reqs=[new("a", prompt, [1, 2])]))
+    runner.sample_tokens(None)
+    for computed in (3, 4):
+        cached = CachedRequestData(
+            req_ids=["a"],
+            new_block_ids=[None],
+            num_computed_tokens=[computed],
+            num_output_tokens=[computed - 2],
+        )
+        runner.execute_model(plan({"a": 1}, scheduled_cached_reqs=cached))
+        runner.sample_tokens(None)
+    runner.execute_model(plan({"b": 2}, scheduled_new_reqs=[new("b", [1, 2], [3])]))
+    runner.sample_tokens(None)
+    cached = CachedRequestData(
+        req_ids=["a"],
+        all_token_ids={"a": prompt + tokens[: 3 - in_flight]},
+        new_block_ids=[None],
+        num_computed_tokens=[5],
+        num_output_tokens=[3],
+    )
+    runner.execute_model(plan({"a": 1}, scheduled_cached_reqs=cached))
+    assert runner.requests["a"].output_token_ids == tokens[:3]
+    assert runner.sample_tokens(None).sampled_token_ids == [[tokens[3]]]
+
+
+def test_tokens_that_were_dropped_in_flight_are_forgotten() -> None:
+    runner = simple_runner()
+    prompt = [1, 2, 3]
+    tokens = runner.model.greedy(prompt, 2)
+    runner.execute_model(plan({"a": 3}, scheduled_new_reqs=[new("a", prompt, [1, 2])]))
+    runner.sample_tokens(None)
+    cached = CachedRequestData(
+        req_ids=["a"],
+        resumed_req_ids={"a"},
+        all_token_ids={"a": prompt},
+        new_block_ids=[([5],)],
+        num_computed_tokens=[0],
+        num_output_tokens=[0],
+    )
+    runner.execute_model(plan({"a": 3}, scheduled_cached_reqs=cached))
+    assert runner.requests["a"].output_token_ids == []
+    assert runner.sample_tokens(None).sampled_token_ids == [[tokens[0]]]
 
 
 # -- inputs -----------------------------------------------------------------------------------
