@@ -6,10 +6,10 @@ BIN    := $(VENV)/bin
 PROMPT ?= The capital of France is
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint nightly exactness load lock clean
+.PHONY: help demo test lint nightly exactness load bench-control-plane lock clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 21
 
 # A stamp per set of requirements, so that an environment is made once and remade when they change.
 $(VENV)/bin/python:
@@ -31,7 +31,7 @@ demo: $(VENV)/.runtime  ## install, then generate a text with the default model 
 	$(BIN)/jubako generate "$(PROMPT)" --max-tokens 64 --temperature 0
 
 test: $(VENV)/.dev lint  ## install, then run every check and test that CI runs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.dev  ## ruff, mypy and the floors of the house
 	$(BIN)/ruff check .
@@ -47,6 +47,10 @@ exactness: $(VENV)/.dev  ## every model, cache and scheduler mode against transf
 
 load: $(VENV)/.dev  ## 64 streaming clients against the default model for a minute
 	JUBAKO_LOAD_SECONDS=60 JUBAKO_LOAD_MODEL=default $(BIN)/python -m pytest tests/serving/test_load.py --timeout=0
+
+bench-control-plane: $(VENV)/.dev  ## what a step costs without a model; fails above twice the budget
+	$(BIN)/python benchmarks/control_plane.py
+	$(BIN)/python benchmarks/control_plane.py --check
 
 lock:  ## write requirements/*.txt anew from pyproject.toml and requirements/dev.in
 	$(PYTHON) requirements/lock.py
