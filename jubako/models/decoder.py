@@ -15,7 +15,6 @@ from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.rotary import RotaryEmbedding, Rotation
 from jubako.models.weights import load_weights, with_model_prefix
 
-
 EVERY = "every"
 """The kind of all layers, where there is one."""
 
