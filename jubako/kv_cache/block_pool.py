@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from jubako.kv_cache.blocks import BlockHash, BlockHashWithGroupId, KVCacheBlock
 from jubako.kv_cache.errors import ImpossibleCacheError
@@ -185,7 +185,12 @@ class BlockPool:
         request_id = request.request_id
         passed_over: list[int] = []
         run_start = index = num_cached_blocks
-        for block_hash in own_hashes:
+        registered = blocks[num_cached_blocks:num_full_blocks]
+        if not events and self._register_all_new(request_id, registered, own_hashes, suffix, index):
+            own_hashes_left: Sequence[BlockHash] = ()
+        else:
+            own_hashes_left = own_hashes
+        for block_hash in own_hashes_left:
             block = blocks[index]
             announced = False
             if block._block_hash is None and not block.is_null:
@@ -203,7 +208,6 @@ class BlockPool:
             if events and not announced:
                 self._announce_stored(request, run_start, index - 1, block_size, kv_cache_group_id)
                 run_start = index
-        registered = blocks[num_cached_blocks:num_full_blocks]
         if passed_over:
             gone = set(passed_over)
             rows = enumerate(registered, num_cached_blocks)
@@ -222,6 +226,30 @@ class BlockPool:
             self._announce_stored(
                 request, run_start, num_full_blocks, block_size, kv_cache_group_id
             )
+
+    def _register_all_new(
+        self,
+        request_id: str,
+        blocks: Sequence[KVCacheBlock],
+        block_hashes: Sequence[BlockHash],
+        suffix: bytes,
+        index: int,
+    ) -> bool:
+        """Register real blocks under keys that nobody has, without a loop over the map.
+
+        False, and no change, if that is not what they are: most prompts are, block by block.
+        """
+        if self.null_block in blocks or any([b._block_hash for b in blocks]):  # noqa: C419 (quicker)
+            return False
+        keys = cast("list[BlockHashWithGroupId]", [h + suffix for h in block_hashes])
+        if not self.cached_block_hash_to_block.insert_new(keys, blocks):
+            return False
+        for block, key in zip(blocks, keys):
+            block._block_hash = key
+            block.registered_by = request_id
+            block.table_index = index
+            index += 1
+        return True
 
     def cache_filled_block(
         self,

@@ -101,6 +101,13 @@ class TableGrowth:
         self._drops = any(kind.drops for kind in self._kinds)
         self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = (NO_BLOCKS,) * len(self._groups)
 
+    def most_blocks(self, num_tokens: int) -> int | None:
+        """What so many tokens take in all groups if nothing of them is there yet, as free blocks
+        or as cached ones that nobody owns; None if that cannot be said."""
+        if not self.applies:
+            return None
+        return sum([-(-num_tokens // kind.block_size) * kind.size for kind in self._kinds])
+
     def grow(
         self, request: KVCacheRequest, num_computed_tokens: int, num_slots: int, num_known: int
     ) -> tuple[Sequence[KVCacheBlock], ...] | None:

@@ -80,6 +80,15 @@ class BlockHashToBlockMap:
         self.add_copy(key, block)
         return False
 
+    def insert_new(
+        self, keys: Sequence[BlockHashWithGroupId], blocks: Sequence[KVCacheBlock]
+    ) -> bool:
+        """Insert each of `blocks` under its key; False, and no change, if any key is there."""
+        if not self._cache.keys().isdisjoint(keys):
+            return False
+        self._cache.update(zip(keys, blocks))
+        return True
+
     def add_copy(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
         """Add `block` under `key`, which has another block already."""
         entry = self._cache[key]

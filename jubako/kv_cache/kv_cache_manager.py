@@ -195,8 +195,12 @@ class KVCacheManager:
             # Running requests and an empty machine are never held back.
             watermark = self.watermark_blocks
         coordinator = self.coordinator
-        if full_sequence_must_fit:
-            whole = min(request.num_tokens, self.max_model_len)
+        whole = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
+        # Counting exactly is for pools that are nearly full.
+        free = self.block_pool.get_num_free_blocks() - reserved_blocks - watermark
+        most = None if num_encoder_tokens else self._growth.most_blocks(max(slots, whole))
+        is_roomy = most is not None and most <= free
+        if full_sequence_must_fit and not is_roomy:
             needed = coordinator.get_num_blocks_to_allocate(
                 request_id, whole, hits, num_encoder_tokens, uncapped, whole, True
             )
@@ -204,11 +208,12 @@ class KVCacheManager:
                 return None
         # Even if the request must wait, what it no longer reads serves others.
         coordinator.remove_skipped_blocks(request_id, total)
-        needed = coordinator.get_num_blocks_to_allocate(
-            request_id, slots, hits, num_encoder_tokens, uncapped, main
-        )
-        if needed + watermark > self.block_pool.get_num_free_blocks() - reserved_blocks:
-            return None
+        if not is_roomy:
+            needed = coordinator.get_num_blocks_to_allocate(
+                request_id, slots, hits, num_encoder_tokens, uncapped, main
+            )
+            if needed + watermark > self.block_pool.get_num_free_blocks() - reserved_blocks:
+                return None
 
         # Answered: what it registers itself from here on need not be compared with its hashes.
         lookup = self._lookups.take(request_id) if self._lookups.active else None
