@@ -12,22 +12,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-VOCAB = 256
+from tests.exactness import rows
+from tests.exactness.sizes import SMALL, VOCAB
+
 TIE = 1e-4
 """Two logits closer than this are a tie: float32 sums taken in another order may swap them."""
-
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,
-}
 
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**SMALL, num_hidden_layers=3),
@@ -65,6 +54,7 @@ CONFIGS: dict[str, Any] = {
         layer_types=["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
     ),
 }
+CONFIGS |= rows.collect()
 """Name of a tiny architecture → how its configuration is made."""
 
 

@@ -19,38 +19,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.models import families
+from tests.models.sizes import LLAMA3, MIXED, SIZES, VOCAB, WINDOW, YARN, rope
+
 transformers.logging.set_verbosity_error()
 
-VOCAB = 128
-WINDOW = 10
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    # Large enough for attention to matter: with the usual 0.02 a window makes no difference.
-    "initializer_range": 0.25,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-
-def rope(theta: float = 10_000.0, **entries: Any) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": theta, **entries}
-
+__all__ = ["CONFIGS", "MIXED", "SIZES", "VOCAB", "WINDOW", "reference_model"]
 
 CONFIGS: dict[str, tuple[type, Any]] = {
     "gemma3": (
@@ -129,6 +103,7 @@ CONFIGS: dict[str, tuple[type, Any]] = {
         ),
     ),
 }
+CONFIGS |= families.collect()
 
 
 def reference_model(name: str) -> Any:
