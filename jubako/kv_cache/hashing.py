@@ -99,11 +99,18 @@ def blake2b_block(parent: bytes, tokens: bytes, extra_keys: tuple[Any, ...] | No
 _EMPTY_BLAKE2B = _blake2b(digest_size=_DIGEST_BYTES)
 
 
+def blake2b_next(parent: bytes, tokens: bytes) -> BlockHash:
+    """`blake2b_block` without extra keys."""
+    # Copying a state spares the parsing of its parameters.
+    state = _EMPTY_BLAKE2B.copy()
+    state.update(parent + tokens)
+    return BlockHash(state.digest())
+
+
 def blake2b_chain(parent: bytes, tokens: bytes, block_bytes: int) -> list[BlockHash]:
     """`blake2b_block`, without extra keys, for one block of `block_bytes` after another."""
     hashes: list[BlockHash] = []
     append = hashes.append
-    # Copying a state spares the parsing of its parameters.
     copy = _EMPTY_BLAKE2B.copy
     for (chunk,) in iter_unpack(f"{block_bytes}s", tokens):
         state = copy()

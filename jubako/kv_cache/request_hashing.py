@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from struct import Struct
 from typing import Any
 
 from jubako.kv_cache import hashing
@@ -17,6 +18,7 @@ from jubako.kv_cache.hashing import (
     blake2b,
     blake2b_block,
     blake2b_chain,
+    blake2b_next,
     hash_block_tokens,
     init_none_hash,
     token_bytes,
@@ -88,6 +90,8 @@ def get_request_block_hasher(block_size: int, caching_hash_fn: HashFunction) -> 
     if not hashing.NONE_HASH:
         init_none_hash(caching_hash_fn)
 
+    pack_block = Struct(f"<{block_size}i").pack
+
     def hash_full_blocks(request: HashedRequest) -> list[BlockHash]:
         known = len(request.block_hashes)
         full = request.num_tokens // block_size
@@ -102,8 +106,8 @@ def get_request_block_hasher(block_size: int, caching_hash_fn: HashFunction) -> 
             and request.prompt_embeds is None
         ):
             # A decode has filled a block: nothing but its tokens counts.
-            tokens = token_bytes(request.all_token_ids[known * block_size : full * block_size])
-            return blake2b_chain(request.block_hashes[-1], tokens, block_size * _TOKEN_BYTES)
+            tokens = request.all_token_ids[known * block_size : full * block_size]
+            return [blake2b_next(request.block_hashes[-1], pack_block(*tokens))]
         return _hash_blocks(request, known, full, block_size, caching_hash_fn)
 
     return hash_full_blocks
