@@ -186,7 +186,7 @@ class BlockPool:
         passed_over: list[int] = []
         run_start = index = num_cached_blocks
         registered = blocks[num_cached_blocks:num_full_blocks]
-        if not events and self._register_all_new(request_id, registered, own_hashes, suffix, index):
+        if not events and self._register_all(request_id, registered, own_hashes, suffix, index):
             own_hashes_left: Sequence[BlockHash] = ()
         else:
             own_hashes_left = own_hashes
@@ -227,7 +227,7 @@ class BlockPool:
                 request, run_start, num_full_blocks, block_size, kv_cache_group_id
             )
 
-    def _register_all_new(
+    def _register_all(
         self,
         request_id: str,
         blocks: Sequence[KVCacheBlock],
@@ -235,15 +235,11 @@ class BlockPool:
         suffix: bytes,
         index: int,
     ) -> bool:
-        """Register real blocks under keys that nobody has, without a loop over the map.
-
-        False, and no change, if that is not what they are: most prompts are, block by block.
-        """
+        """Register real blocks that are not findable yet; False, and no change, for others."""
         if self.null_block in blocks or any([b._block_hash for b in blocks]):  # noqa: C419 (quicker)
             return False
         keys = cast("list[BlockHashWithGroupId]", [h + suffix for h in block_hashes])
-        if not self.cached_block_hash_to_block.insert_new(keys, blocks):
-            return False
+        self.cached_block_hash_to_block.insert_all(keys, list(blocks))
         for block, key in zip(blocks, keys):
             block._block_hash = key
             block.registered_by = request_id

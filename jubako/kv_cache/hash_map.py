@@ -80,14 +80,13 @@ class BlockHashToBlockMap:
         self.add_copy(key, block)
         return False
 
-    def insert_new(
-        self, keys: Sequence[BlockHashWithGroupId], blocks: Sequence[KVCacheBlock]
-    ) -> bool:
-        """Insert each of `blocks` under its key; False, and no change, if any key is there."""
-        if not self._cache.keys().isdisjoint(keys):
-            return False
-        self._cache.update(zip(keys, blocks))
-        return True
+    def insert_all(self, keys: Sequence[BlockHashWithGroupId], blocks: list[KVCacheBlock]) -> None:
+        """`insert` for each key and block, without a loop in Python where all keys are new."""
+        entries = list(map(self._cache.setdefault, keys, blocks))
+        if entries != blocks:
+            for key, block, entry in zip(keys, blocks, entries):
+                if entry is not block:
+                    self.add_copy(key, block)
 
     def add_copy(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
         """Add `block` under `key`, which has another block already."""

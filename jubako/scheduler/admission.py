@@ -133,7 +133,8 @@ class AdmissionPlanner(RunningPlanner):
             num_lookahead_tokens=self.num_lookahead_tokens if request.num_computed_tokens else 0,
             num_external_computed_tokens=num_external - repeated,
             # Nothing that a load fills may be found before it is known to be good.
-            delay_cache_blocks=num_external > 0,
+            delay_cache_blocks=num_external > 0
+            or self._rests_on_loads(request, computed, count, plan),
             num_encoder_tokens=self._num_encoder_tokens(request),
             full_sequence_must_fit=self.config.scheduler_config.scheduler_reserve_full_isl,
             reserved_blocks=reserved,
@@ -234,7 +235,9 @@ class AdmissionPlanner(RunningPlanner):
                     request,
                     count + more,
                     num_lookahead_tokens=self.num_lookahead_tokens,
-                    delay_cache_blocks=self.transfers.is_unconfirmed(request_id),
+                    delay_cache_blocks=self._rests_on_loads(
+                        request, request.num_computed_tokens, count + more, plan
+                    ),
                 )
             except Exception as error:
                 self._fail_in_step(request, plan, error)

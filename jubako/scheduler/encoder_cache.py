@@ -182,23 +182,23 @@ class EncoderCacheManager:
     def rollback(
         self, request: Request, input_ids: Iterable[int]
     ) -> list[tuple[str, EncoderInput]]:
-        """Take back allocations of this step, because the request will not run in it.
+        """Release all that a request holds, because it will not run in this step.
 
-        Returns the outputs that another request relies on in this step, each with the reference
-        that must now compute it.
+        `input_ids` are the items that it was to compute or load. Returns those outputs that another
+        request relies on in this step, each with the reference that must now see to it.
         """
-        orphans: list[tuple[str, EncoderInput]] = []
-        for input_id in input_ids:
-            identifier = request.mm_features[input_id].identifier
-            if identifier not in self.pending:
+        own = {request.mm_features[input_id].identifier for input_id in input_ids} & self.pending
+        for input_id, feature in enumerate(request.mm_features):
+            if feature.identifier in own:
+                self.cached[feature.identifier].discard((request.request_id, input_id))
+            else:
                 self.free_encoder_input(request, input_id)
-                continue
+        orphans: list[tuple[str, EncoderInput]] = []
+        for identifier in sorted(own):
             references = self.cached[identifier]
-            references.discard((request.request_id, input_id))
-            others = sorted(r for r in references if r[0] != request.request_id)
-            if others:
-                orphans.append((identifier, others[0]))
-            elif not references:
+            if references:
+                orphans.append((identifier, min(references)))
+            else:
                 self._forget(identifier)
         return orphans
 

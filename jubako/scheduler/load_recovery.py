@@ -63,7 +63,12 @@ class LoadRecovery(SchedulerState):
             in_flight = in_flight or step.num_scheduled_tokens.get(request_id, 0)
             if request.status is not RequestStatus.RUNNING:
                 request.drop_stale_tokens = request.num_stale_tokens > 0
-            elif self._reads_media(request, failed, in_flight):
+            elif self._reads_media(
+                request,
+                failed,
+                request.num_computed_tokens - in_flight,
+                request.num_computed_tokens,
+            ):
                 void.add(request_id)
                 request.encodes_all = True
                 start = max(request.num_computed_tokens - in_flight, 0)
@@ -75,15 +80,23 @@ class LoadRecovery(SchedulerState):
                 self.encoder_cache_manager.drop(identifier)
         return void
 
-    def _reads_media(self, request: Request, identifiers: Set[str], in_flight: int) -> bool:
-        """Whether some of these media stand in the request's last `in_flight` computed tokens."""
-        stop = request.num_computed_tokens
+    def _reads_media(self, request: Request, identifiers: Set[str], start: int, stop: int) -> bool:
+        """Whether some of these media stand in the request's tokens `[start, stop)`."""
         for feature in request.mm_features:
             first = feature.mm_position.offset
             end = first + feature.mm_position.length
-            if feature.identifier in identifiers and first < stop and end > stop - in_flight:
+            if feature.identifier in identifiers and first < stop and end > start:
                 return True
         return False
+
+    def _confirm_outputs(self, step: SchedulerOutput) -> None:
+        """What `step` read has come: KV that was made from it may be found."""
+        for request_id, last in list(self._unproven.items()):
+            if last is step:
+                del self._unproven[request_id]
+                request = self.requests[request_id]
+                computed = request.num_computed_tokens - request.num_output_placeholders
+                self.kv_cache_manager.cache_blocks(request, min(computed, request.num_tokens))
 
     def _take_damage(self, report: KVConnectorOutput, step: SchedulerOutput) -> set[str]:
         transfers = self.transfers

@@ -12,7 +12,7 @@ from jubako.scheduler.encoder_scheduling import (
 )
 from jubako.scheduler.fair_share import MAX_SHARING_PREFILLS, fair_share
 from jubako.scheduler.request import Request
-from jubako.scheduler.step_plan import StepPlan
+from jubako.scheduler.step_plan import StepPlan, add_inputs
 from jubako.scheduler.waking import Waking
 
 
@@ -114,9 +114,13 @@ class RunningPlanner(Waking):
             return 0
         if request.num_tokens - computed > 1:
             count = self._limit_prefill(request, computed, count, plan)
-        elif plan.draft_share is not None and request.spec_token_ids:
-            behind = len(self.running) - plan.position - 1
-            count = min(count, 1 + plan.draft_share, max(plan.token_budget - behind, 1))
+        else:
+            threshold = self._prefill_threshold()
+            if threshold:
+                count = min(count, threshold)
+            if plan.draft_share is not None and request.spec_token_ids:
+                behind = len(self.running) - plan.position - 1
+                count = min(count, 1 + plan.draft_share, max(plan.token_budget - behind, 1))
         # The last position of a context is sampled into, never computed from.
         last = self.max_model_len - (request.sampling_params is not None)
         return min(count, plan.token_budget, last - computed)
@@ -124,7 +128,7 @@ class RunningPlanner(Waking):
     def _limit_prefill(self, request: Request, computed: int, count: int, plan: StepPlan) -> int:
         """Cut a chunk behind `computed` tokens to the long-prefill threshold and the fair share."""
         at_least = self._unsplittable(request, computed)
-        threshold = self._prefill_threshold(request)
+        threshold = self._prefill_threshold()
         if 0 < threshold < count:
             count = min(max(threshold, at_least), count)
         if self.fair_prefill and count > 1:
@@ -173,7 +177,8 @@ class RunningPlanner(Waking):
         end = (computed + count) // self.chunk_ends.block_size * self.chunk_ends.block_size
         return end - computed if end > computed else count
 
-    def _prefill_threshold(self, request: Request) -> int:
+    def _prefill_threshold(self) -> int:
+        """Most tokens for one request in this step; 0: no limit."""
         threshold = self.config.scheduler_config.long_prefill_token_threshold
         if self.fair_prefill and len(self.requests) == 1:
             return 0
@@ -236,7 +241,9 @@ class RunningPlanner(Waking):
                 request,
                 count,
                 num_lookahead_tokens=self.num_lookahead_tokens,
-                delay_cache_blocks=self.transfers.is_unconfirmed(request.request_id),
+                delay_cache_blocks=self._rests_on_loads(
+                    request, request.num_computed_tokens, count, plan
+                ),
             )
             if blocks is not None:
                 break
@@ -244,6 +251,7 @@ class RunningPlanner(Waking):
                 continue
             victim = self._choose_victim()
             if victim is request and len(self.running) == 1 and not self._others_hold_blocks():
+                self._undo_media(request, plan)
                 self._fail(request, self._too_long_message(request))
                 return Verdict.FAILED
             self._take_from_running(victim, plan)
@@ -270,9 +278,10 @@ class RunningPlanner(Waking):
         del self.running[index]
         if index < plan.position:
             plan.position -= 1
+        # It may have taken over another's work before it had its own turn.
+        self._undo_media(victim, plan)
         if victim.request_id in plan.num_scheduled:
             plan.remove(victim)
-            self._undo_media(victim, plan)
             self._evict_uncomputed(victim)
         self._preempt(victim, plan.timestamp)
         self.waiting.put_back([victim])
@@ -317,30 +326,48 @@ class RunningPlanner(Waking):
             rounded = self._round_before_media(computed, chunk.num_new_tokens)
             if not request.is_inside_media(computed + rounded):
                 chunk.num_new_tokens = rounded
+        plan.loading_outputs.update(request.mm_features[i].identifier for i in chunk.external)
         return chunk
+
+    def _rests_on_loads(self, request: Request, computed: int, count: int, plan: StepPlan) -> bool:
+        """Whether the KV of a chunk is wrong if a load of this step or of one under way fails.
+
+        Then it must not be found before they are known to be good.
+        """
+        request_id = request.request_id
+        if self.transfers.is_unconfirmed(request_id) or request_id in self._unproven:
+            return True
+        if not (plan.loading_outputs or self._loading_outputs) or computed >= request.media_end:
+            return False
+        loading = plan.loading_outputs | self._loading_outputs.keys()
+        return self._reads_media(request, loading, computed, computed + count)
 
     def _commit_media(self, request: Request, chunk: EncoderChunk, plan: StepPlan) -> None:
         # The connector is told when nobody can be taken out of the step any more.
         commit(request, chunk, self.encoder_cache_manager)
-        plan.encoder_budget = chunk.compute_budget
+        plan.encoder_budget -= sum(request.media_embeds[i] for i in chunk.inputs)
         self.encoder_cache_manager.count(
             hits=len(chunk.claimed) + len(chunk.repeated),
             loads=len(chunk.external),
             misses=len(chunk.inputs),
         )
+        # Something may have been taken over while blocks were made free for this chunk.
         if chunk.external:
-            plan.external_inputs[request.request_id] = chunk.external
+            add_inputs(plan.external_inputs, request.request_id, chunk.external)
         if chunk.inputs:
-            plan.encoder_inputs[request.request_id] = chunk.inputs
+            add_inputs(plan.encoder_inputs, request.request_id, chunk.inputs)
 
     def _undo_media(self, victim: Request, plan: StepPlan) -> None:
         """Take a victim's encoder work out of the step; whoever counts on it takes over."""
-        inputs = plan.encoder_inputs.pop(victim.request_id, [])
-        plan.encoder_budget += sum(victim.media_embeds[i] for i in inputs)
-        plan.external_inputs.pop(victim.request_id, None)
-        everything = range(len(victim.mm_features))
-        for _, (heir_id, input_id) in self.encoder_cache_manager.rollback(victim, everything):
-            heir = self.requests[heir_id]
-            plan.encoder_inputs.setdefault(heir_id, []).append(input_id)
-            plan.encoder_inputs[heir_id].sort()
-            plan.encoder_budget -= heir.media_embeds[input_id]
+        encoded = plan.encoder_inputs.pop(victim.request_id, [])
+        loaded = plan.external_inputs.pop(victim.request_id, [])
+        plan.encoder_budget += sum(victim.media_embeds[i] for i in encoded)
+        from_elsewhere = {victim.mm_features[i].identifier for i in loaded}
+        for identifier, (heir_id, input_id) in self.encoder_cache_manager.rollback(
+            victim, encoded + loaded
+        ):
+            if identifier in from_elsewhere:
+                add_inputs(plan.external_inputs, heir_id, [input_id])
+            else:
+                add_inputs(plan.encoder_inputs, heir_id, [input_id])
+                plan.encoder_budget -= self.requests[heir_id].media_embeds[input_id]

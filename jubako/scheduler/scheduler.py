@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jubako.scheduler.admission import AdmissionPlanner
+from jubako.scheduler.encoder_cache import EncoderInput
 from jubako.scheduler.engine_output import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -69,11 +70,19 @@ class Scheduler(AdmissionPlanner):
     def _order_encoder_outputs(self, plan: StepPlan) -> None:
         """Tell the connector which encoder outputs the step loads."""
         assert self.ec_connector is not None
-        for request_id, inputs in list(plan.external_inputs.items()):
+        told: set[EncoderInput] = set()
+        # Whoever takes over from a request that fails here comes behind.
+        while left := [
+            (request_id, input_id)
+            for request_id, input_ids in plan.external_inputs.items()
+            for input_id in input_ids
+            if (request_id, input_id) not in told
+        ]:
+            request_id, input_id = left[0]
+            told.add((request_id, input_id))
             request = self.requests[request_id]
             try:
-                for input_id in inputs:
-                    self.ec_connector.update_state_after_alloc(request, input_id)
+                self.ec_connector.update_state_after_alloc(request, input_id)
             except Exception as error:
                 self._fail_in_step(request, plan, error)
 
@@ -280,6 +289,11 @@ class Scheduler(AdmissionPlanner):
             for identifier in self._identifiers(plan.encoder_inputs):
                 # Whatever an earlier step fails to load is computed in this one.
                 self._loading_outputs.pop(identifier, None)
+            for request in (*plan.running, *plan.new, *plan.resumed):
+                start = request.num_computed_tokens
+                stop = start + plan.num_scheduled[request.request_id]
+                if self._reads_media(request, self._loading_outputs.keys(), start, stop):
+                    self._unproven[request.request_id] = output
 
     def _identifiers(self, inputs: dict[str, list[int]]) -> set[str]:
         return {
@@ -308,6 +322,8 @@ class Scheduler(AdmissionPlanner):
         if transfers.step_loads or result.kv_connector_output is not None:
             void |= self._take_failed_loads(result.kv_connector_output, step)
             self._confirm_step_loads(step)
+        if self._unproven:
+            self._confirm_outputs(step)
         return void
 
     def _update_steady(

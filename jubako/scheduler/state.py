@@ -146,6 +146,8 @@ class SchedulerState:
         self._connector_stats: Any = None
         self._loading_outputs: dict[str, SchedulerOutput] = {}
         """Encoder outputs that steps under way load, and the last step that does."""
+        self._unproven: dict[str, SchedulerOutput] = {}
+        """Requests some of whose KV was made from these outputs, and the last step that did so."""
         self._untold_outputs: tuple[SchedulerOutput, set[str]] | None = None
         """Encoder outputs that a step under way was to load, of which the workers never heard."""
         self._seeds = random.Random(config.model_config.seed)
@@ -310,6 +312,7 @@ class SchedulerState:
         """Forget what only concerns a request that runs."""
         self._steady.leave(request)
         self._prefilling.pop(request.request_id, None)
+        self._unproven.pop(request.request_id, None)
         self.adapters.release(request)
         request.is_prefill_chunk = False
         request.spec_token_ids = []

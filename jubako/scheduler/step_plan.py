@@ -41,6 +41,8 @@ class StepPlan:
     preempted: set[str] = field(default_factory=set)
     external_inputs: dict[str, list[int]] = field(default_factory=dict)
     """Media items whose encoder outputs the step loads."""
+    loading_outputs: set[str] = field(default_factory=set)
+    """Identifiers of outputs that the step may load: also of chunks that did not fit."""
     loading: list[Request] = field(default_factory=list)
     """Requests whose KV begins to be loaded."""
 
@@ -138,6 +140,11 @@ class StepPlan:
             num_computed_tokens=computed,
             num_output_tokens=outputs,
         )
+
+
+def add_inputs(inputs: dict[str, list[int]], request_id: str, input_ids: list[int]) -> None:
+    """Add media items of a request, in the order in which they stand in its prompt."""
+    inputs[request_id] = sorted([*inputs.get(request_id, ()), *input_ids])
 
 
 def _new_request_data(request: Request, kv_cache_manager: KVCacheManager) -> NewRequestData:

@@ -262,9 +262,11 @@ class Driver:
         queue = [r for r in scheduler.waiting if self._could_be_admitted(r)]
         stays = [r for r in scheduler.waiting if r.awaits_admission]
         references = invariants.encoder_references(scheduler)
+        running = list(scheduler.running)
         step = self.last_step = scheduler.schedule()
         self.steps_under_way += 1
         check_step(scheduler, step, before)
+        invariants.invariant_5_of_victims(scheduler, step, running)
         invariants.invariant_8(scheduler, step, given)
         invariants.invariant_14_of_the_unscheduled(scheduler, step, references)
         history = self.history

@@ -209,6 +209,19 @@ def invariant_5_of_a_step(step: SchedulerOutput) -> None:
         assert not step.preempted_req_ids & set(step.num_scheduled_tokens)
 
 
+def invariant_5_of_victims(
+    scheduler: Scheduler, step: SchedulerOutput, running_before: list[Request]
+) -> None:
+    """Those give way that came last, or that are least urgent."""
+    gone = step.preempted_req_ids or set()
+    victims = [r for r in running_before if r.request_id in gone]
+    kept = [r for r in running_before if r.status is RequestStatus.RUNNING]
+    if scheduler.policy == "priority":
+        assert not victims or not kept or max(kept) < min(victims)
+    else:
+        assert running_before[len(running_before) - len(victims) :] == victims or not kept
+
+
 def invariant_7(scheduler: Scheduler, step: SchedulerOutput) -> None:
     """In each group the blocks of a scheduled request hold all that its chunk reads and writes."""
     cached = step.scheduled_cached_reqs

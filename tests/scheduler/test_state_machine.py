@@ -167,7 +167,7 @@ class Wish:
     @classmethod
     def drawn(cls, rng: Random) -> Wish:
         media = []
-        if rng.random() < 0.3:
+        if rng.random() < 0.4:
             media = [(rng.randint(0, 4), rng.choice("ABCD")) for _ in range(rng.randint(1, 3))]
         return cls(
             family=rng.choice([0, 0, 0, 1]),
@@ -556,7 +556,7 @@ class AsyncSchedulerMachine(SchedulerMachine):
 
 
 SETTINGS = settings(
-    max_examples=600 if NIGHTLY else 60,
+    max_examples=600 if NIGHTLY else 120,
     stateful_step_count=120 if NIGHTLY else 50,
     deadline=None,
     derandomize=not NIGHTLY,
