@@ -28,7 +28,7 @@ class SchedulerConfig:
         None, "Most requests that hold KV at once, running or while it is loaded; none: no limit."
     )
     long_prefill_token_threshold: int = option(
-        0, "Most prompt tokens one request may compute in a step; 0: no limit."
+        0, "Most tokens one request may compute in a step, drafts included; 0: no limit."
     )
     enable_chunked_prefill: bool = option(True, "Prompts may be computed over several steps.")
     scheduling_policy: Literal["fcfs", "priority"] = option(

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
-from jubako.scheduler.model_output import KVConnectorOutput
+from jubako.scheduler.model_output import KVConnectorOutput, ModelRunnerOutput
 from jubako.scheduler.output import SchedulerOutput
 from jubako.scheduler.request import Request, RequestStatus
 from jubako.scheduler.state import SchedulerState
+from jubako.scheduler.step_plan import StepPlan
 from jubako.scheduler.transfers import KVLoad
 
 LOAD_FAILED = "The KV cache of the request could not be loaded; send the request again."
@@ -22,7 +23,54 @@ LOAD_FAILED = "The KV cache of the request could not be loaded; send the request
 class LoadRecovery(SchedulerState):
     """Follows loads to their end."""
 
+    # -- what a step loads ----------------------------------------------------------------------
+
+    def _note_loading_outputs(self, plan: StepPlan, output: SchedulerOutput) -> None:
+        for identifier in self._identifiers(plan.external_inputs):
+            self._loading_outputs[identifier] = output
+        if self._loading_outputs:
+            for identifier in self._identifiers(plan.encoder_inputs):
+                # Whatever an earlier step fails to load is computed in this one.
+                self._loading_outputs.pop(identifier, None)
+            for request in (*plan.running, *plan.new, *plan.resumed):
+                start = request.num_computed_tokens
+                stop = start + plan.num_scheduled[request.request_id]
+                if self._reads_media(request, self._loading_outputs.keys(), start, stop):
+                    self._unproven[request.request_id] = output
+
+    def _identifiers(self, inputs: dict[str, list[int]]) -> set[str]:
+        return {
+            self.requests[request_id].mm_features[input_id].identifier
+            for request_id, input_ids in inputs.items()
+            for input_id in input_ids
+        }
+
     # -- reports, in the order in which a step's output is looked at --------------------------
+
+    def _take_failures(self, step: SchedulerOutput, result: ModelRunnerOutput) -> set[str]:
+        """What `step` was to load and did not get; ids of requests whose part in it is void."""
+        void: set[str] = set()
+        untold = [entry for entry in self._untold_outputs if entry[0] is step]
+        if untold:
+            self._untold_outputs = [e for e in self._untold_outputs if e[0] is not step]
+            void = self._take_failed_outputs(untold[0][1], step)
+        report = result.ec_connector_output
+        if report is not None:
+            void |= self._take_failed_outputs(set(report.failed_recving or ()), step)
+            self._note(self.encoder_transfers.take_report(report))
+        if self._loading_outputs:
+            self._loading_outputs = {
+                identifier: loading
+                for identifier, loading in self._loading_outputs.items()
+                if loading is not step
+            }
+        transfers = self.transfers
+        if transfers.step_loads or result.kv_connector_output is not None:
+            void |= self._take_failed_loads(result.kv_connector_output, step)
+            self._confirm_step_loads(step)
+        if self._unproven:
+            self._confirm_outputs(step)
+        return void
 
     def _take_failed_loads(
         self, report: KVConnectorOutput | None, step: SchedulerOutput
@@ -111,6 +159,7 @@ class LoadRecovery(SchedulerState):
             return set()
         damaged: dict[KVLoad, set[int]] = {}
         known: set[int] = set()
+        held: set[int] = set()
         loads = [
             *transfers.loads.values(),
             *(load for load in transfers.step_loads.values() if load.step is step),
@@ -120,12 +169,15 @@ class LoadRecovery(SchedulerState):
             if found:
                 damaged[load] = found
                 known |= found
+                # What its request has let go of since may hold another's good KV by now.
+                if not load.is_stale:
+                    held |= found & transfers.ids_of(load.request, load.num_tokens)
         transfers.num_unknown_reports += len(invalid) - len(known)
         void = {load.request.request_id for load in damaged if load.computed_to}
-        shared = self._other_holders(known, {load.request.request_id for load in damaged})
+        shared = self._other_holders(held, {load.request.request_id for load in damaged})
         if self._fails_on_damage:
             affected = [load.request for load in damaged] + shared
-            self.kv_cache_manager.evict_blocks(known)
+            self.kv_cache_manager.evict_blocks(held)
             for request in affected:
                 self._fail(request, LOAD_FAILED)
             return void
@@ -139,10 +191,10 @@ class LoadRecovery(SchedulerState):
             else:
                 load.damaged |= found
         for request in shared:
-            intact = self._intact_length(request, request.num_computed_tokens, known)
+            intact = self._intact_length(request, request.num_computed_tokens, held)
             void.add(request.request_id)
             self._cut_back(request, intact, intact)
-        self.kv_cache_manager.evict_blocks(known)
+        self.kv_cache_manager.evict_blocks(held)
         return void
 
     def _confirm_step_loads(self, step: SchedulerOutput) -> None:
@@ -233,10 +285,13 @@ class LoadRecovery(SchedulerState):
         self.kv_cache_manager.cache_blocks(request, length)
 
     def _intact_length(self, request: Request, num_tokens: int, damaged: Set[int]) -> int:
+        """The most tokens, up to `num_tokens`, from which the request can go on."""
         if self.has_recurrent:
             return 0
+        # The last token is computed in any case: it makes the logits.
+        longest = min(num_tokens, request.num_tokens - 1)
         return self.kv_cache_manager.longest_intact_prefix(
-            request.request_id, num_tokens, damaged, self.block_size
+            request.request_id, longest, damaged, self.block_size
         )
 
     def _cut_back(self, request: Request, length: int, good: int | None = None) -> None:

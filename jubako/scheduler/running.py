@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+from jubako.scheduler.encoder_cache import EncoderInput
 from jubako.scheduler.encoder_scheduling import (
     EncoderChunk,
     commit,
@@ -115,7 +116,7 @@ class RunningPlanner(Waking):
         if request.num_tokens - computed > 1:
             count = self._limit_prefill(request, computed, count, plan)
         else:
-            threshold = self._prefill_threshold()
+            threshold = self._token_threshold()
             if threshold:
                 count = min(count, threshold)
             if plan.draft_share is not None and request.spec_token_ids:
@@ -128,7 +129,7 @@ class RunningPlanner(Waking):
     def _limit_prefill(self, request: Request, computed: int, count: int, plan: StepPlan) -> int:
         """Cut a chunk behind `computed` tokens to the long-prefill threshold and the fair share."""
         at_least = self._unsplittable(request, computed)
-        threshold = self._prefill_threshold()
+        threshold = self._token_threshold()
         if 0 < threshold < count:
             count = min(max(threshold, at_least), count)
         if self.fair_prefill and count > 1:
@@ -177,7 +178,7 @@ class RunningPlanner(Waking):
         end = (computed + count) // self.chunk_ends.block_size * self.chunk_ends.block_size
         return end - computed if end > computed else count
 
-    def _prefill_threshold(self) -> int:
+    def _token_threshold(self) -> int:
         """Most tokens for one request in this step; 0: no limit."""
         threshold = self.config.scheduler_config.long_prefill_token_threshold
         if self.fair_prefill and len(self.requests) == 1:
@@ -371,3 +372,22 @@ class RunningPlanner(Waking):
             else:
                 add_inputs(plan.encoder_inputs, heir_id, [input_id])
                 plan.encoder_budget -= self.requests[heir_id].media_embeds[input_id]
+
+    def _order_encoder_outputs(self, plan: StepPlan) -> None:
+        """Tell the connector which encoder outputs the step loads."""
+        assert self.ec_connector is not None
+        told: set[EncoderInput] = set()
+        # Whoever takes over from a request that fails here comes behind.
+        while left := [
+            (request_id, input_id)
+            for request_id, input_ids in plan.external_inputs.items()
+            for input_id in input_ids
+            if (request_id, input_id) not in told
+        ]:
+            request_id, input_id = left[0]
+            told.add((request_id, input_id))
+            request = self.requests[request_id]
+            try:
+                self.ec_connector.update_state_after_alloc(request, input_id)
+            except Exception as error:
+                self._fail_in_step(request, plan, error)

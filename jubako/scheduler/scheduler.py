@@ -13,25 +13,22 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from jubako.scheduler.admission import AdmissionPlanner
-from jubako.scheduler.encoder_cache import EncoderInput
+from jubako.scheduler.drafts_and_grammars import DraftsAndGrammars
 from jubako.scheduler.engine_output import (
     EngineCoreOutput,
     EngineCoreOutputs,
     SchedulerStats,
     SpecDecodingStats,
 )
-from jubako.scheduler.model_output import DraftTokenIds, LogprobsLists, ModelRunnerOutput
-from jubako.scheduler.output import GrammarOutput, SchedulerOutput
-from jubako.scheduler.protocols import StructuredOutputManager
+from jubako.scheduler.model_output import LogprobsLists, ModelRunnerOutput
+from jubako.scheduler.output import SchedulerOutput
 from jubako.scheduler.request import Request, RequestStatus
 from jubako.scheduler.step_plan import StepPlan
 from jubako.scheduler.stop import check_stop
 
 
-class Scheduler(AdmissionPlanner):
+class Scheduler(AdmissionPlanner, DraftsAndGrammars):
     """Continuous batching with chunked prefill, prefix caching, preemption and two policies.
 
     Not thread-safe: all methods are called from the engine's loop.
@@ -67,25 +64,6 @@ class Scheduler(AdmissionPlanner):
             self._spend_leftover(plan)
         return self._finish_plan(plan)
 
-    def _order_encoder_outputs(self, plan: StepPlan) -> None:
-        """Tell the connector which encoder outputs the step loads."""
-        assert self.ec_connector is not None
-        told: set[EncoderInput] = set()
-        # Whoever takes over from a request that fails here comes behind.
-        while left := [
-            (request_id, input_id)
-            for request_id, input_ids in plan.external_inputs.items()
-            for input_id in input_ids
-            if (request_id, input_id) not in told
-        ]:
-            request_id, input_id = left[0]
-            told.add((request_id, input_id))
-            request = self.requests[request_id]
-            try:
-                self.ec_connector.update_state_after_alloc(request, input_id)
-            except Exception as error:
-                self._fail_in_step(request, plan, error)
-
     def _finish_plan(self, plan: StepPlan) -> SchedulerOutput:
         if plan.external_inputs:
             self._order_encoder_outputs(plan)
@@ -118,7 +96,7 @@ class Scheduler(AdmissionPlanner):
             self._fail_untold_loads(plan.loading)
         output.ec_connector_metadata, told = self.encoder_transfers.build_metadata(output)
         if not told:
-            self._untold_outputs = output, self._identifiers(plan.external_inputs)
+            self._untold_outputs.append((output, self._identifiers(plan.external_inputs)))
         if self.ec_connector is not None:
             self._note_loading_outputs(plan, output)
         self.prev_step_scheduled_req_ids = plan.num_scheduled.keys()
@@ -163,72 +141,6 @@ class Scheduler(AdmissionPlanner):
             end = 1 if self.is_encoder_decoder else position.offset + position.length
             if end <= request.num_computed_tokens:
                 self.encoder_cache_manager.free_encoder_input(request, input_id)
-
-    # -- drafts and grammars ------------------------------------------------------------------
-
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Take the drafts to verify in the next step."""
-        for request_id, drafts in zip(
-            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
-        ):
-            request = self.requests.get(request_id)
-            if request is None or request.is_prefill_chunk:
-                continue
-            if request.status is not RequestStatus.RUNNING:
-                continue
-            if request.uses_grammar and self.structured_output_manager is not None:
-                try:
-                    drafts = self.structured_output_manager.validate_drafts(request, drafts)
-                except Exception as error:
-                    self._fail_with(request, error)
-                    continue
-            request.spec_token_ids = list(drafts)
-            if drafts:
-                self._steady.leave(request)
-            self._has_drafts = self._has_drafts or bool(drafts)
-
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """The token masks of this step, or None if no request in it has a grammar."""
-        manager = self.structured_output_manager
-        if manager is None or not scheduler_output.has_structured_output_requests:
-            return None
-        requests = [
-            request
-            for request_id in scheduler_output.num_scheduled_tokens
-            if (request := self.requests.get(request_id)) is not None and request.uses_grammar
-        ]
-        if not requests:
-            return None
-        return self._fill_bitmask(manager, requests, scheduler_output)
-
-    def _fill_bitmask(
-        self,
-        manager: StructuredOutputManager,
-        requests: list[Request],
-        scheduler_output: SchedulerOutput,
-    ) -> GrammarOutput | None:
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        try:
-            bitmask = manager.grammar_bitmask(requests, drafts)
-        except Exception as error:
-            if len(requests) == 1:
-                self._fail_with(requests[0], error)
-                return None
-            # Whose fault it is shows when each is asked for alone.
-            parts = [self._fill_bitmask(manager, [r], scheduler_output) for r in requests]
-            good = [part for part in parts if part is not None]
-            if not good:
-                return None
-            return GrammarOutput(
-                structured_output_request_ids=[
-                    request_id for part in good for request_id in part.structured_output_request_ids
-                ],
-                grammar_bitmask=np.concatenate([part.grammar_bitmask for part in good]),
-            )
-        return GrammarOutput(
-            structured_output_request_ids=[request.request_id for request in requests],
-            grammar_bitmask=bitmask,
-        )
 
     # -- after the model ----------------------------------------------------------------------
 
@@ -281,50 +193,6 @@ class Scheduler(AdmissionPlanner):
             outputs.setdefault(client_index, []).append(output)
         self._failed = []
         return self._to_messages(outputs)
-
-    def _note_loading_outputs(self, plan: StepPlan, output: SchedulerOutput) -> None:
-        for identifier in self._identifiers(plan.external_inputs):
-            self._loading_outputs[identifier] = output
-        if self._loading_outputs:
-            for identifier in self._identifiers(plan.encoder_inputs):
-                # Whatever an earlier step fails to load is computed in this one.
-                self._loading_outputs.pop(identifier, None)
-            for request in (*plan.running, *plan.new, *plan.resumed):
-                start = request.num_computed_tokens
-                stop = start + plan.num_scheduled[request.request_id]
-                if self._reads_media(request, self._loading_outputs.keys(), start, stop):
-                    self._unproven[request.request_id] = output
-
-    def _identifiers(self, inputs: dict[str, list[int]]) -> set[str]:
-        return {
-            self.requests[request_id].mm_features[input_id].identifier
-            for request_id, input_ids in inputs.items()
-            for input_id in input_ids
-        }
-
-    def _take_failures(self, step: SchedulerOutput, result: ModelRunnerOutput) -> set[str]:
-        """What `step` was to load and did not get; ids of requests whose part in it is void."""
-        void: set[str] = set()
-        untold, self._untold_outputs = self._untold_outputs, None
-        if untold is not None and untold[0] is step:
-            void = self._take_failed_outputs(untold[1], step)
-        report = result.ec_connector_output
-        if report is not None:
-            void |= self._take_failed_outputs(set(report.failed_recving or ()), step)
-            self._note(self.encoder_transfers.take_report(report))
-        if self._loading_outputs:
-            self._loading_outputs = {
-                identifier: loading
-                for identifier, loading in self._loading_outputs.items()
-                if loading is not step
-            }
-        transfers = self.transfers
-        if transfers.step_loads or result.kv_connector_output is not None:
-            void |= self._take_failed_loads(result.kv_connector_output, step)
-            self._confirm_step_loads(step)
-        if self._unproven:
-            self._confirm_outputs(step)
-        return void
 
     def _update_steady(
         self,

@@ -148,8 +148,8 @@ class SchedulerState:
         """Encoder outputs that steps under way load, and the last step that does."""
         self._unproven: dict[str, SchedulerOutput] = {}
         """Requests some of whose KV was made from these outputs, and the last step that did so."""
-        self._untold_outputs: tuple[SchedulerOutput, set[str]] | None = None
-        """Encoder outputs that a step under way was to load, of which the workers never heard."""
+        self._untold_outputs: list[tuple[SchedulerOutput, set[str]]] = []
+        """Encoder outputs that steps under way were to load, of which the workers never heard."""
         self._seeds = random.Random(config.model_config.seed)
         self._has_drafts = False
         self._num_preemptions = 0
@@ -330,6 +330,11 @@ class SchedulerState:
             self.transfers.end(request_id)
             for request in self._load_waiters.pop(request_id, ()):
                 self.waiting.unblock(request)
+
+    def _note(self, requests: list[Request]) -> None:
+        """Something has happened to these blocked requests."""
+        for request in requests:
+            self._woken[request.request_id] = None
 
     def _reclaim_blocks(self, parked_only: bool = False, but: Request | None = None) -> bool:
         """Take the KV of a waiting request that holds some; False if there is none.

@@ -38,10 +38,6 @@ class Waking(Sessions):
         for request in self.adapters.to_wake(self.waiting.place):
             self.waiting.unblock(request)
 
-    def _note(self, requests: list[Request]) -> None:
-        for request in requests:
-            self._woken[request.request_id] = None
-
     def _note_ready_grammars(self) -> None:
         take_ready = getattr(self.structured_output_manager, "take_ready", None)
         if take_ready is None:

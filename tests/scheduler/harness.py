@@ -228,7 +228,7 @@ class Driver:
             return
         tokens = None if length is None else [31 * len(pieces) + i for i in range(length)]
         known = session.num_tokens + sum(len(piece) for piece in pieces if piece)
-        if tokens and known + length >= self.scheduler.max_model_len:
+        if tokens and known + len(tokens) >= self.scheduler.max_model_len:
             return
         pieces.append(tokens)
         if self.expected_errors is not None:

@@ -368,7 +368,7 @@ class History:
             return
         assert params.max_tokens is None or len(output) <= params.max_tokens
         assert request.num_prompt_tokens + len(output) <= max_model_len
-        ends = set(params.stop_ids)
+        ends: set[int | None] = set(params.stop_ids)
         if not params.ignore_eos:
             ends.add(request.eos_token_id)
         for position, token_id in enumerate(output[:-1], start=1):

@@ -144,6 +144,8 @@ class WorkerMirror:
         """Loads outside steps that are under way."""
         self.unreadable_outputs: set[str] = set()
         """Encoder outputs whose loads fail."""
+        self.untold_outputs: set[str] = set()
+        """Outputs that the next step was to load, of which the worker never hears."""
         self._wrong_from: dict[str, int] = {}
         """Requests that run in this step on what did not come, and the first position of that."""
         self._missing_outputs: set[str] = set()
@@ -347,6 +349,8 @@ class WorkerMirror:
             else:
                 self.encoder_cache.remove(identifier)
         report = ECConnectorOutput()
+        self._missing_outputs |= self.untold_outputs
+        self.untold_outputs.clear()
         for identifier in step.ec_connector_metadata or ():
             assert identifier not in self.encoder_cache, "loaded although it is here"
             if identifier in self.unreadable_outputs:
