@@ -42,8 +42,9 @@ lint: $(VENV)/.dev  ## ruff, mypy and the floors of the house
 nightly: $(VENV)/.dev  ## the state machines and fuzzers at full size (hours)
 	JUBAKO_NIGHTLY=1 $(BIN)/python -m pytest --timeout=0
 
-exactness: $(VENV)/.dev  ## every model, cache and scheduler mode against transformers
-	JUBAKO_EXACTNESS=full $(BIN)/python -m pytest tests/exactness --timeout=0
+exactness: $(VENV)/.dev  ## every model, cache and scheduler mode against transformers; writes docs/exactness.md
+	$(BIN)/python -m tests.exactness.table
+	JUBAKO_EXACTNESS=full $(BIN)/python -m pytest tests/exactness/test_default_model.py --timeout=0
 
 load: $(VENV)/.dev  ## 64 streaming clients against the default model for a minute
 	JUBAKO_LOAD_SECONDS=60 JUBAKO_LOAD_MODEL=default $(BIN)/python -m pytest tests/serving/test_load.py --timeout=0

@@ -14,6 +14,8 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
     "__version__",
@@ -22,13 +24,15 @@ __all__ = [
 if TYPE_CHECKING:
     from jubako.entrypoints.llm import LLM
     from jubako.frontend.async_llm import AsyncLLM
-    from jubako.outputs import CompletionOutput, RequestOutput
-    from jubako.sampling_params import SamplingParams
+    from jubako.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+    from jubako.sampling_params import PoolingParams, SamplingParams
 
 _HOMES = {
     "LLM": "jubako.entrypoints.llm",
     "AsyncLLM": "jubako.frontend.async_llm",
     "CompletionOutput": "jubako.outputs",
+    "PoolingParams": "jubako.sampling_params",
+    "PoolingRequestOutput": "jubako.outputs",
     "RequestOutput": "jubako.outputs",
     "SamplingParams": "jubako.sampling_params",
 }

@@ -23,6 +23,7 @@ ERROR_TABLE: dict[str, ErrorKind] = {
     "invalid_json": ErrorKind(400, _BAD_REQUEST),
     "unsupported_parameter": ErrorKind(400, _BAD_REQUEST),
     "context_length_exceeded": ErrorKind(400, _BAD_REQUEST),
+    "unsupported_task": ErrorKind(400, _BAD_REQUEST),
     "invalid_api_key": ErrorKind(401, "authentication_error"),
     "model_not_found": ErrorKind(404, "not_found_error"),
     "not_found": ErrorKind(404, "not_found_error"),

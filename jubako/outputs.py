@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Logprob(NamedTuple):
@@ -78,3 +81,99 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """Prompt tokens whose KV was found instead of computed, when the request first ran."""
     multi_modal_placeholders: dict[str, list[Any]] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+
+
+class PoolingOutput(msgspec.Struct, kw_only=True):
+    """What a pooling model made of a prompt."""
+
+    data: np.ndarray[Any, Any]
+    """float32: [size] of a task on the whole prompt, [tokens, size] of one by token."""
+
+    @classmethod
+    def of(cls, output: PoolingOutput) -> PoolingOutput:
+        """The data as it is."""
+        return output
+
+
+class EmbeddingOutput(msgspec.Struct, kw_only=True):
+    """A prompt as a vector."""
+
+    embedding: list[float]
+
+    @classmethod
+    def of(cls, output: PoolingOutput) -> EmbeddingOutput:
+        """The view of a pooled vector."""
+        return cls(embedding=output.data.tolist())
+
+    @property
+    def hidden_size(self) -> int:
+        """Dimensions of the vector."""
+        return len(self.embedding)
+
+
+class ClassificationOutput(msgspec.Struct, kw_only=True):
+    """A prompt's score for every label; probabilities, unless the model says otherwise."""
+
+    probs: list[float]
+
+    @classmethod
+    def of(cls, output: PoolingOutput) -> ClassificationOutput:
+        """The view of pooled scores."""
+        return cls(probs=output.data.tolist())
+
+    @property
+    def num_classes(self) -> int:
+        """Number of labels."""
+        return len(self.probs)
+
+
+class ScoringOutput(msgspec.Struct, kw_only=True):
+    """How well two texts fit each other."""
+
+    score: float
+
+    @classmethod
+    def of(cls, output: PoolingOutput) -> ScoringOutput:
+        """The view of the one score of a cross encoder."""
+        return cls(score=float(output.data.reshape(-1)[0]))
+
+
+View = TypeVar("View", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+class PoolingRequestOutput(msgspec.Struct, Generic[View], kw_only=True):
+    """The result of a pooling request; there is one, at its end."""
+
+    request_id: str
+    outputs: View | None
+    """None if the request did not come to its end."""
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    finish_reason: str = "stop"
+    """"stop", "abort" or "error"."""
+    error: str | None = None
+    """What went wrong, if something did."""
+    metrics: RequestStateStats | None = None
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
+
+
+def viewed(
+    output: PoolingRequestOutput[PoolingOutput], view: type[View]
+) -> PoolingRequestOutput[View]:
+    """`output` with its data as `view` shows it."""
+    data = None if output.outputs is None else view.of(output.outputs)
+    return PoolingRequestOutput(
+        request_id=output.request_id,
+        outputs=data,
+        prompt_token_ids=output.prompt_token_ids,
+        num_cached_tokens=output.num_cached_tokens,
+        finished=output.finished,
+        finish_reason=output.finish_reason,
+        error=output.error,
+        metrics=output.metrics,
+    )

@@ -19,6 +19,17 @@ from jubako.errors import CheckpointError, UnsupportedModelError
 GEMMA3_LOCAL_ROPE_BASE = 10_000.0
 GEMMA3_SLIDING_WINDOW_PATTERN = 6
 GEMMA3_27B_LAYERS = 62
+GEMMA2_27B_LAYERS = 46
+COHERE2_SLIDING_WINDOW_PATTERN = 4
+SMOLLM3_NO_ROPE_INTERVAL = 4
+
+_WITH_EXPERTS = ("llama", "qwen3moe")
+"""Architectures whose mixtures of experts are supported."""
+
+_WITH_LAYER_NORM = ("cohere2", "stablelm")
+
+_TURNS_A_PART = ("phi3", "stablelm")
+"""Architectures whose heads may turn in part."""
 
 _FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -90,7 +101,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
             f"{', '.join(sorted(_BUILDERS))}."
         )
     keys = _Keys(file, architecture)
-    if keys.get("expert_count", 0):
+    if keys.get("expert_count", 0) and architecture not in _WITH_EXPERTS:
         raise UnsupportedModelError(
             f"{file.path.name} is a mixture of experts, which is not supported for GGUF "
             f"architecture {architecture!r}."
@@ -112,7 +123,7 @@ def _common(keys: _Keys) -> dict[str, Any]:
         "num_key_value_heads": keys.integer("attention.head_count_kv", num_heads),
         "head_dim": keys.integer("attention.key_length", max(1, hidden_size // num_heads)),
         "max_position_embeddings": keys.integer("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        **_norm_eps(keys),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_dropout": 0.0,
@@ -125,16 +136,23 @@ def _common(keys: _Keys) -> dict[str, Any]:
             "dimensions; they must be equal."
         )
     rotary = keys.integer("rope.dimension_count", config["head_dim"])
-    if rotary != config["head_dim"]:
+    if rotary != config["head_dim"] and keys.architecture not in _TURNS_A_PART:
         raise UnsupportedModelError(
             f"{file.path.name} rotates {rotary} of {config['head_dim']} dimensions of a head; "
-            "partial rotary embeddings are not supported."
+            f"{keys.architecture} models turn whole heads."
         )
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token is not None:
             config[f"{name}_token_id"] = token
     return config
+
+
+def _norm_eps(keys: _Keys) -> dict[str, Any]:
+    """The norms' epsilon, under the name of the norm that the architecture uses."""
+    if keys.architecture in _WITH_LAYER_NORM:
+        return {"layer_norm_eps": keys.number("attention.layer_norm_epsilon")}
+    return {"rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon")}
 
 
 def _dtype(file: GGUFFile) -> str:
@@ -250,10 +268,10 @@ def _gemma3(keys: _Keys) -> dict[str, Any]:
         "attention_bias": False,
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": None,
-        "final_logit_softcapping": _softcap(keys),
+        "final_logit_softcapping": _number_or_none(keys, "final_logit_softcapping"),
         "use_bidirectional_attention": False,
         "sliding_window": keys.integer("attention.sliding_window", 4096),
-        "layer_types": _gemma3_layer_types(keys, num_layers),
+        "layer_types": _layer_types(keys, GEMMA3_SLIDING_WINDOW_PATTERN),
         "rope_theta": theta,
         "rope_local_base_freq": local,
         "rope_scaling": scaling,
@@ -264,23 +282,21 @@ def _gemma3(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _softcap(keys: _Keys) -> float | None:
-    cap = keys.get("final_logit_softcapping")
-    return None if cap is None else keys.number("final_logit_softcapping")
+def _number_or_none(keys: _Keys, key: str) -> float | None:
+    return None if keys.get(key) is None else keys.number(key)
 
 
-def _gemma3_layer_types(keys: _Keys, num_layers: int) -> list[str]:
-    """Which layers look back only a window: all but every sixth, unless the file says otherwise."""
-    pattern = keys.file.metadata.get("gemma3.attention.sliding_window_pattern")
+def _layer_types(keys: _Keys, default_period: int) -> list[str]:
+    """Which layers look back only a window: all but every n-th, unless the file says otherwise."""
+    num_layers = keys.integer("block_count")
+    name = f"{keys.architecture}.attention.sliding_window_pattern"
+    pattern = keys.file.metadata.get(name)
     if isinstance(pattern, GGUFArray):
         flags = [bool(flag) for flag in pattern]
         if len(flags) != num_layers:
-            raise CheckpointError(
-                f"gemma3.attention.sliding_window_pattern has {len(flags)} entries for "
-                f"{num_layers} layers."
-            )
+            raise CheckpointError(f"{name} has {len(flags)} entries for {num_layers} layers.")
     else:
-        period = keys.integer("attention.sliding_window_pattern", GEMMA3_SLIDING_WINDOW_PATTERN)
+        period = keys.integer("attention.sliding_window_pattern", default_period)
         flags = [(layer + 1) % period != 0 for layer in range(num_layers)]
     return ["sliding_attention" if flag else "full_attention" for flag in flags]
 
@@ -296,6 +312,14 @@ def _llama(keys: _Keys) -> dict[str, Any]:
         "pretraining_tp": 1,
         **_rope(keys),
     }
+    if keys.get("expert_count", 0):
+        return config | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": keys.integer("expert_count"),
+            "num_experts_per_tok": keys.integer("expert_used_count"),
+            "sliding_window": None,
+        }
     window = keys.get("attention.sliding_window")
     if window:
         # Mistral's files bear Llama's name; the window is what tells them apart.
@@ -329,9 +353,196 @@ def _qwen3(keys: _Keys) -> dict[str, Any]:
     }
 
 
+def _qwen3moe(keys: _Keys) -> dict[str, Any]:
+    return _qwen3(keys) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _gemma2(keys: _Keys) -> dict[str, Any]:
+    hidden_size = keys.integer("embedding_length")
+    head_dim = keys.integer("attention.key_length", 256)
+    # The largest model alone scales queries by the width per head instead of the head's size.
+    largest = keys.integer("block_count") == GEMMA2_27B_LAYERS
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "head_dim": head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "query_pre_attn_scalar": (
+            hidden_size // keys.integer("attention.head_count") if largest else head_dim
+        ),
+        "attn_logit_softcapping": _number_or_none(keys, "attn_logit_softcapping"),
+        "final_logit_softcapping": _number_or_none(keys, "final_logit_softcapping"),
+        "sliding_window": keys.integer("attention.sliding_window", 4096),
+        "layer_types": _layer_types(keys, 2),
+        **_rope(keys),
+    }
+
+
+def _phi3(keys: _Keys) -> dict[str, Any]:
+    head_dim = keys.integer("embedding_length") // keys.integer("attention.head_count")
+    head_dim = keys.integer("attention.key_length", max(1, head_dim))
+    rotary = keys.integer("rope.dimension_count", head_dim)
+    context = keys.integer("context_length")
+    original = keys.integer("rope.scaling.original_context_length", context)
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if "rope_factors_long.weight" in keys.file.tensors:
+        rope = {
+            "rope_type": "longrope",
+            "long_factor": _factors(keys.file, "rope_factors_long.weight", rotary // 2),
+            "short_factor": _factors(keys.file, "rope_factors_short.weight", rotary // 2),
+            "original_max_position_embeddings": original,
+        }
+        if keys.get("rope.scaling.attn_factor") is not None:
+            rope["attention_factor"] = keys.number("rope.scaling.attn_factor")
+    window = keys.get("attention.sliding_window")
+    rope["rope_theta"] = keys.number("rope.freq_base", 10_000.0)
+    rope["partial_rotary_factor"] = rotary / head_dim
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_act": "silu",
+        "sliding_window": keys.integer("attention.sliding_window") if window else None,
+        "original_max_position_embeddings": original,
+        "rope_parameters": rope,
+    }
+
+
+def _factors(file: GGUFFile, name: str, count: int) -> list[float]:
+    """What each rotary frequency is divided by."""
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        raise CheckpointError(f"{file.path.name} has no tensor {name!r}.")
+    if tensor.type != "F32" or tensor.numel != count:
+        raise CheckpointError(
+            f"Tensor {name!r} is {tensor.type} {list(tensor.shape)}; it must be F32 [{count}]."
+        )
+    return [float(factor) for factor in file.read(name).view("<f4")]
+
+
+def _mistral3(keys: _Keys) -> dict[str, Any]:
+    rope = dict(_rope(keys)["rope_parameters"])
+    if keys.get("rope.scaling.yarn_log_multiplier") is not None:
+        # Files have one number for both of the factors whose ratio scales the rotation.
+        rope["mscale"] = rope["mscale_all_dim"] = keys.number("rope.scaling.yarn_log_multiplier")
+    if keys.get("attention.temperature_scale") is not None:
+        rope["llama_4_scaling_beta"] = keys.number("attention.temperature_scale")
+    return {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "hidden_act": "silu",
+        "sliding_window": None,
+        "rope_parameters": rope,
+    }
+
+
+def _olmo2(keys: _Keys) -> dict[str, Any]:
+    config = {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        **_rope(keys),
+    }
+    if keys.get("attention.sliding_window"):
+        # OLMo 3 bears its predecessor's name; the window is what tells them apart.
+        theta = config["rope_theta"]
+        config |= {
+            "architectures": ["Olmo3ForCausalLM"],
+            "model_type": "olmo3",
+            "sliding_window": keys.integer("attention.sliding_window"),
+            "layer_types": _layer_types(keys, 4),
+            "rope_parameters": {
+                "full_attention": config["rope_parameters"],
+                "sliding_attention": {"rope_theta": theta, "rope_type": "default"},
+            },
+        }
+    return config
+
+
+def _granite(keys: _Keys) -> dict[str, Any]:
+    return {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in keys.file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in keys.file.tensors,
+        "attention_multiplier": keys.number("attention.scale", 1.0),
+        "embedding_multiplier": keys.number("embedding_scale", 1.0),
+        "residual_multiplier": keys.number("residual_scale", 1.0),
+        "logits_scaling": keys.number("logit_scale", 1.0),
+        **_rope(keys),
+    }
+
+
+def _smollm3(keys: _Keys) -> dict[str, Any]:
+    num_layers = keys.integer("block_count")
+    interval = SMOLLM3_NO_ROPE_INTERVAL
+    return {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in keys.file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in keys.file.tensors,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "no_rope_layers": [int((i + 1) % interval != 0) for i in range(num_layers)],
+        "no_rope_layer_interval": interval,
+        "layer_types": ["full_attention"] * num_layers,
+        **_rope(keys),
+    }
+
+
+def _cohere2(keys: _Keys) -> dict[str, Any]:
+    return {
+        "architectures": ["Cohere2ForCausalLM"],
+        "model_type": "cohere2",
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in keys.file.tensors,
+        "logit_scale": keys.number("logit_scale"),
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "layer_types": _layer_types(keys, COHERE2_SLIDING_WINDOW_PATTERN),
+        **_rope(keys),
+    }
+
+
+def _stablelm(keys: _Keys) -> dict[str, Any]:
+    head_dim = keys.integer("embedding_length") // keys.integer("attention.head_count")
+    rope = _rope(keys)
+    rotary = keys.integer("rope.dimension_count", max(1, head_dim))
+    rope["rope_parameters"]["partial_rotary_factor"] = rotary / max(1, head_dim)
+    return {
+        "architectures": ["StableLmForCausalLM"],
+        "model_type": "stablelm",
+        "hidden_act": "silu",
+        "use_qkv_bias": "blk.0.attn_q.bias" in keys.file.tensors,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in keys.file.tensors,
+        "use_parallel_residual": bool(keys.get("use_parallel_residual", False)),
+        **rope,
+    }
+
+
 _BUILDERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
+    "cohere2": _cohere2,
+    "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "granite": _granite,
     "llama": _llama,
+    "mistral3": _mistral3,
+    "olmo2": _olmo2,
+    "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3moe": _qwen3moe,
+    "smollm3": _smollm3,
+    "stablelm": _stablelm,
 }

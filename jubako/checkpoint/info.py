@@ -11,7 +11,8 @@ from typing import Any, Literal
 from jubako.checkpoint import default_model
 from jubako.checkpoint.gguf import MAGIC, GGUFArray, GGUFFile
 from jubako.checkpoint.gguf_config import config_from_gguf
-from jubako.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from jubako.checkpoint.quantisation import weight_format
+from jubako.errors import CheckpointError, ModelNotFoundError
 
 END_OF_TURN_TOKENS = (
     "<end_of_turn>",
@@ -137,12 +138,7 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 def _open_hf(path: Path, name: str) -> Checkpoint:
     config = read_json(path / "config.json")
-    quantised = config.get("quantization_config")
-    if isinstance(quantised, dict):
-        raise UnsupportedModelError(
-            f"Model {name!r} is quantised with {quantised.get('quant_method')!r}; safetensors "
-            "weights must be F64, F32, F16 or BF16. Use a GGUF file for quantised weights."
-        )
+    weight_format(config)  # what cannot be read is refused at once
     generation = read_json(path / "generation_config.json", optional=True)
     ids = [*_token_ids(config, "config.json"), *_token_ids(generation, "generation_config.json")]
     return Checkpoint(

@@ -17,6 +17,7 @@ from jubako.config.model import ModelConfig
 from jubako.config.observability import ObservabilityConfig
 from jubako.config.options import values_of
 from jubako.config.parallel import ParallelConfig
+from jubako.config.pooler import PoolerConfig
 from jubako.config.scheduler import SchedulerConfig
 from jubako.config.server import ServerConfig
 from jubako.config.transfer import ECTransferConfig, KVTransferConfig
@@ -33,12 +34,14 @@ __all__ = [
     "ModelConfig",
     "ObservabilityConfig",
     "ParallelConfig",
+    "PoolerConfig",
     "SchedulerConfig",
     "ServerConfig",
 ]
 
 _CONCERNS: dict[str, type] = {
     "model_config": ModelConfig,
+    "pooler_config": PoolerConfig,
     "cache_config": CacheConfig,
     "scheduler_config": SchedulerConfig,
     "parallel_config": ParallelConfig,
@@ -50,7 +53,14 @@ _CONCERNS: dict[str, type] = {
     "ec_transfer_config": ECTransferConfig,
 }
 
-ENGINE_CONCERNS = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, ObservabilityConfig)
+ENGINE_CONCERNS = (
+    ModelConfig,
+    PoolerConfig,
+    CacheConfig,
+    SchedulerConfig,
+    DeviceConfig,
+    ObservabilityConfig,
+)
 """Concerns whose options appear on the command line of everything that runs a model."""
 
 
@@ -59,6 +69,7 @@ class JubakoConfig:
     """Everything that an engine needs to know before it starts."""
 
     model_config: ModelConfig = field(default_factory=ModelConfig)
+    pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
     cache_config: CacheConfig = field(default_factory=CacheConfig)
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)

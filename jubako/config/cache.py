@@ -27,8 +27,18 @@ class CacheConfig:
     prefix_caching_hash_algo: Literal[
         "blake2b", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"
     ] = option("blake2b", "Hash of KV blocks; change it only to exchange KV with other engines.")
-    mamba_cache_mode: Literal["none", "align", "all"] = "none"
-    """Which states of state-space layers are kept for re-use."""
+    mamba_cache_mode: Literal["none", "align", "all"] | None = option(
+        None,
+        "Which states of recurrent layers are kept for re-use: none, those where a step ended at a "
+        "block border (align), or those at every block border (all; default where the model can "
+        "write them, else align).",
+    )
+    mamba_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Dtype of the inputs that convolutions of recurrent layers keep (auto: dtype)."
+    )
+    mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Dtype of the states of recurrent layers (auto: float32)."
+    )
     watermark: float = option(
         0.0, "Share of KV blocks kept free when a request is admitted while others run."
     )

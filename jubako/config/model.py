@@ -35,6 +35,11 @@ class ModelConfig:
     max_model_len: int | None = option(
         None, "Longest context, prompt plus output, in tokens (default: the model's own)."
     )
+    runner: Literal["auto", "generate", "pooling"] = option(
+        "auto",
+        "Whether the model writes text, or makes vectors and scores of prompts (auto: as its "
+        "architecture and files say).",
+    )
     max_logprobs: int = option(20, "Most logprobs a request may ask for; -1 allows all.")
     seed: int = option(0, "Seed of the engine's own random numbers.")
 
@@ -43,6 +48,8 @@ class ModelConfig:
     vocab_size: int = 0
     generation_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
+    supported_tasks: tuple[str, ...] = ("generate",)
+    """What the model can be asked for; of a pooling model the tasks of `PoolingParams`."""
     original_max_model_len: int | None = None
     """-1 where neither a length nor an amount of memory was asked for: the length may be fitted."""
 
@@ -58,6 +65,11 @@ class ModelConfig:
             raise ConfigError(
                 f"max_logprobs={self.max_logprobs} must be at least -1.", "max_logprobs"
             )
+
+    @property
+    def pools(self) -> bool:
+        """Whether the model makes vectors and scores instead of text; once it has been read."""
+        return self.runner == "pooling"
 
     @property
     def context_length(self) -> int:

@@ -211,6 +211,7 @@ class EngineCore:
             max_num_seqs=scheduler.seq_limit,
             max_num_batched_tokens=scheduler.token_budget,
             scheduling_policy=scheduler.scheduling_policy,
+            supported_tasks=list(model.supported_tasks),
             startup_seconds=seconds,
         )
 
@@ -250,7 +251,7 @@ class EngineCore:
 
     def _check(self, request: EngineCoreRequest) -> None:
         """Refuse what would stop a step, and with it everybody's requests."""
-        for name in ("pooling_params", "mm_features", "prompt_embeds", "lora_request"):
+        for name in ("mm_features", "prompt_embeds", "lora_request"):
             if getattr(request, name) is not None:
                 raise NotImplementedFeatureError(f"{name} is not built; leave it out.", name)
         ids = request.prompt_token_ids
@@ -262,7 +263,14 @@ class EngineCore:
                 f"Token ids must be 0 to {limit - 1}; the prompt has {min(ids)} to {max(ids)}.",
                 "prompt",
             )
-        longest = self.ready.max_model_len - 1
+        pools = request.pooling_params is not None
+        if pools != self.config.model_config.pools:
+            raise ValidationError(
+                f"The model {'writes text' if pools else 'pools'}; it cannot be asked for anything "
+                "else.",
+                code="unsupported_task",
+            )
+        longest = self.ready.max_model_len - (not pools)
         if len(ids) > longest:
             raise ValidationError(
                 f"The prompt has {len(ids)} tokens, but at most {longest} fit.",

@@ -6,7 +6,9 @@ import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jubako.config import JubakoConfig
+from jubako.config.recurrent import resolve_state_caching
 from jubako.engine.handshake import Usage
+from jubako.engine.pooling_setup import with_pooling
 from jubako.errors import CheckpointError, ConfigError
 from jubako.utils.cpu import computes_bfloat16, instruction_sets
 
@@ -34,7 +36,6 @@ _NOT_BUILT = {
         "encoder_cache_size",
         "max_num_encoder_input_tokens",
     ),
-    "cache_config": ("mamba_cache_mode",),
     # Nobody would read events, and they would pile up.
     "kv_events_config": ("enable_kv_cache_events", "use_int_block_hashes"),
 }
@@ -66,17 +67,25 @@ def complete_config(config: JubakoConfig, checkpoint: Checkpoint, *, usage: Usag
     _refuse_what_is_not_built(config)
     machine = probe_machine(config.device_config.device)
     model = checkpoint.hf_config
+    architecture = _architecture(model)
+    length_asked_for = config.model_config.max_model_len
+    config = with_pooling(config, checkpoint, architecture)
     max_model_len = resolve_max_model_len(config.model_config.max_model_len, model)
     block_size = config.cache_config.block_size
-    prefix_caching = config.cache_config.enable_prefix_caching
+    caching = resolve_state_caching(
+        architecture,
+        enable_prefix_caching=config.cache_config.enable_prefix_caching,
+        mamba_cache_mode=config.cache_config.mamba_cache_mode,
+        enable_chunked_prefill=config.scheduler_config.enable_chunked_prefill,
+    )
     memory_given = (
         config.cache_config.num_gpu_blocks_override or config.cache_config.kv_cache_memory_bytes
     )
-    may_shorten = config.model_config.max_model_len is None and not memory_given
+    may_shorten = length_asked_for is None and not memory_given
     return config.replace(
         model_config={
             "hf_config": model,
-            "architecture": _architecture(model),
+            "architecture": architecture,
             "vocab_size": _positive_int(model, "vocab_size"),
             "generation_config": checkpoint.generation_config,
             "eos_token_ids": tuple(checkpoint.eos_token_ids),
@@ -88,7 +97,8 @@ def complete_config(config: JubakoConfig, checkpoint: Checkpoint, *, usage: Usag
         cache_config={
             "block_size": block_size
             or (CPU_BLOCK_SIZE if machine.device == "cpu" else GPU_BLOCK_SIZE),
-            "enable_prefix_caching": True if prefix_caching is None else prefix_caching,
+            "enable_prefix_caching": caching.enable_prefix_caching,
+            "mamba_cache_mode": caching.mamba_cache_mode,
         },
         scheduler_config={
             **_scheduler_limits(config, machine, usage, max_model_len),

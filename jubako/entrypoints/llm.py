@@ -1,4 +1,4 @@
-"""How does a Python program generate text with a model?"""
+"""How does a Python program use a model, and generate text with it?"""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jubako.config import JubakoConfig
 from jubako.entrypoints.default_sampling import default_sampling_values
+from jubako.entrypoints.llm_pooling import PoolingMethods
 from jubako.errors import EngineDeadError, JubakoError, ValidationError
-from jubako.outputs import RequestOutput
-from jubako.sampling_params import RequestOutputKind, SamplingParams
+from jubako.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from jubako.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from jubako.frontend.tokenizer import Tokenizer
@@ -29,7 +30,10 @@ PROGRESS_AFTER_SECONDS = 1.0
 """Work that is done sooner shows no progress bar."""
 
 
-class LLM:
+Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
+
+
+class LLM(PoolingMethods):
     """A model in this process.
 
     Arguments are options of the engine, by vLLM's names; None leaves the choice to the engine.
@@ -115,7 +119,17 @@ class LLM:
         )
         priorities = _paired(0 if priority is None else priority, int, len(prompt_list), "priority")
         with self._turn():
-            return self._generate(prompt_list, params, priorities, use_tqdm)
+            outputs = self._run_all(prompt_list, params, priorities, use_tqdm)
+        return cast(list[RequestOutput], outputs)
+
+    def _pool(
+        self, prompts: Any, params: Any, use_tqdm: bool | Callable[..., Any]
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        prompt_list = split_prompts(prompts)
+        all_params = _paired(params, PoolingParams, len(prompt_list), "pooling_params")
+        with self._turn():
+            outputs = self._run_all(prompt_list, all_params, [0] * len(prompt_list), use_tqdm)
+        return cast(list[PoolingRequestOutput[PoolingOutput]], outputs)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -130,15 +144,15 @@ class LLM:
             finally:
                 self._caller = None
 
-    def _generate(
+    def _run_all(
         self,
         prompts: list[Prompt],
-        params: list[SamplingParams],
+        params: Sequence[SamplingParams | PoolingParams],
         priorities: list[int],
         use_tqdm: bool | Callable[..., Any],
-    ) -> list[RequestOutput]:
+    ) -> list[Output]:
         ids: list[str] = []
-        finished: dict[str, RequestOutput] = {}
+        finished: dict[str, Output] = {}
         try:
             for prompt, param, rank in zip(prompts, params, priorities):
                 request_id = str(self._next_id)
@@ -147,7 +161,7 @@ class LLM:
                 self.llm_engine.add_request(
                     request_id,
                     prompt,
-                    param.clone(output_kind=RequestOutputKind.FINAL_ONLY),
+                    _with_one_output(param),
                     priority=rank,
                 )
             self._run(set(ids), finished, use_tqdm)
@@ -159,7 +173,7 @@ class LLM:
     def _run(
         self,
         waiting: set[str],
-        finished: dict[str, RequestOutput],
+        finished: dict[str, Output],
         use_tqdm: bool | Callable[..., Any],
     ) -> None:
         with _Progress(len(waiting), use_tqdm) as progress:
@@ -313,6 +327,12 @@ def _paired(value: Any, kind: type, count: int, name: str) -> list[Any]:
     return values
 
 
+def _with_one_output(params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
+    if isinstance(params, SamplingParams):
+        return params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+    return params
+
+
 class _Progress:
     """A progress bar over requests that also shows tokens a second."""
 
@@ -334,12 +354,13 @@ class _Progress:
 
             self._bar = tqdm(**options, delay=PROGRESS_AFTER_SECONDS)
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: Output) -> None:
         """One more request is done."""
         if self._bar is None:
             return
         self._input += len(output.prompt_token_ids)
-        self._output += sum(len(completion.token_ids) for completion in output.outputs)
+        if isinstance(output, RequestOutput):
+            self._output += sum(len(completion.token_ids) for completion in output.outputs)
         seconds = max(self._bar.format_dict["elapsed"], 1e-9)
         self._bar.set_postfix_str(
             f"input {self._input / seconds:.1f} tokens/s, "

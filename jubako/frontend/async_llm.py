@@ -7,9 +7,9 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from jubako.config import JubakoConfig
 from jubako.engine.client import AsyncMPClient
@@ -22,17 +22,20 @@ from jubako.frontend.input_processor import (
     Prompt,
     assign_request_id,
 )
-from jubako.frontend.output_collector import RequestOutputCollector
+from jubako.frontend.output_collector import Output, RequestOutputCollector
 from jubako.frontend.output_processor import OutputProcessor
 from jubako.frontend.startup import runs_torch, start_core
 from jubako.frontend.stats import IterationStats, StatLogger, TotalsLogger
-from jubako.outputs import RequestOutput
-from jubako.sampling_params import SamplingParams
+from jubako.frontend.tokenizer import LONG_TEXT
+from jubako.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from jubako.sampling_params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from jubako.frontend.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+Encoded = TypeVar("Encoded")
 
 OUTPUT_SLICE = 128
 """Outputs processed before other coroutines get a turn."""
@@ -113,7 +116,7 @@ class AsyncLLM:
 
     # -- requests -----------------------------------------------------------------------------
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -131,17 +134,86 @@ class AsyncLLM:
         `EngineGenerateError` if this request alone failed in the front end; one that fails in the
         core ends with the finish reason "error".
         """
+        outputs = self._run(
+            prompt,
+            sampling_params or SamplingParams(),
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=arrival_time,
+            trace_headers=trace_headers,
+        )
+        return cast("AsyncGenerator[RequestOutput, None]", outputs)
+
+    def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Pool a prompt and yield its one output. Closing and errors are as in `generate`."""
+        outputs = self._run(
+            prompt,
+            pooling_params or PoolingParams(),
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=arrival_time,
+            trace_headers=trace_headers,
+        )
+        return cast("AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]", outputs)
+
+    async def encode_prompts(
+        self,
+        prompts: Sequence[str | list[int]],
+        truncate_prompt_tokens: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[list[int]]:
+        """`InputProcessor.encode_prompt` for each; much text is tokenised on a thread."""
+
+        def encode() -> list[list[int]]:
+            return [
+                self._inputs.encode_prompt(prompt, truncate_prompt_tokens, add_special_tokens)
+                for prompt in prompts
+            ]
+
+        return await self._encode(encode, sum(len(p) for p in prompts if isinstance(p, str)))
+
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], truncate_prompt_tokens: int | None = None
+    ) -> list[tuple[list[int], int | None]]:
+        """`InputProcessor.encode_pair` for each; much text is tokenised on a thread."""
+
+        def encode() -> list[tuple[list[int], int | None]]:
+            return [self._inputs.encode_pair(a, b, truncate_prompt_tokens) for a, b in pairs]
+
+        return await self._encode(encode, sum(len(a) + len(b) for a, b in pairs))
+
+    async def _encode(self, encode: Callable[[], Encoded], characters: int) -> Encoded:
+        if characters <= LONG_TEXT:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, encode)
+
+    async def _run(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        request_id: str | None,
+        **options: Any,
+    ) -> AsyncGenerator[Output, None]:
         internal_id: str | None = None
         finished = False
         try:
             internal_id, collector = await self._add_request(
                 prompt,
-                sampling_params or SamplingParams(),
+                params,
                 request_id or f"request-{next(self._request_ids)}",
-                priority=priority,
-                cache_salt=cache_salt,
-                arrival_time=arrival_time,
-                trace_headers=trace_headers,
+                **options,
             )
             while not finished:
                 # What is there is taken without a switch to other tasks.
@@ -158,7 +230,11 @@ class AsyncLLM:
                 self._abort([internal_id], internal=True)
 
     async def _add_request(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        request_id: str,
+        **options: Any,
     ) -> tuple[str, RequestOutputCollector]:
         self._ensure_handler()
         process = functools.partial(

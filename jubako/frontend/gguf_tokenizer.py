@@ -43,6 +43,13 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DEFAULT = (
     r"[\p{P}\$\+<=>\^~\|]+",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
@@ -54,21 +61,25 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
+    "refact": (r"\p{N}", _GPT2),
+    "command-r": (r"\p{N}", _GPT2),
     "llama3": (_LLAMA3,),
     "llama-v3": (_LLAMA3,),
     "llama-bpe": (_LLAMA3,),
     "smaug-bpe": (_LLAMA3,),
+    "dbrx": (_LLAMA3,),
     "falcon3": (_LLAMA3,),
     "qwen2": (_QWEN2,),
     "deepseek-r1-qwen": (_QWEN2,),
     "tekken": (_TEKKEN,),
+    "gpt-4o": (_O200K,),
 }
 """`tokenizer.ggml.pre` → the patterns that cut text before merging, applied one after another."""
 
 _ADD_BOS_BY_DEFAULT = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
 _WHOLE_WORDS_FIRST = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
 """A word that is in the vocabulary is taken whole, whatever the merges would make of it."""
-_COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
+_COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen", "command-r"})
 """Text is brought to Unicode's composed form (NFC) first."""
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, SupportsIndex
 from jubako.config import JubakoConfig
 from jubako.engine.messages import EngineCoreReady, EngineCoreRequest
 from jubako.errors import NotImplementedFeatureError, ValidationError
+from jubako.frontend.pooling_input import complete_pooling_params
 from jubako.frontend.tokenizer import LONG_TEXT, Tokenizer
 from jubako.sampling_params import PoolingParams, SamplingParams
 
@@ -50,6 +51,7 @@ class InputProcessor:
     def __init__(
         self, config: JubakoConfig, ready: EngineCoreReady, tokenizer: Tokenizer | None
     ) -> None:
+        self._config = config
         self._tokenizer = tokenizer
         self._max_model_len = ready.max_model_len
         self._vocab_size = ready.vocab_size
@@ -86,9 +88,9 @@ class InputProcessor:
             )
         if lora_request is not None:
             raise NotImplementedFeatureError("LoRA adapters are not built.", "lora_request")
-        if not isinstance(params, SamplingParams):
-            raise self._refuse_params(params)
-        self._check_params(params)
+        self._check_kind(params)
+        if isinstance(params, SamplingParams):
+            self._check_params(params)
         self._check_priority(priority)
         if data_parallel_rank not in (None, 0):
             raise ValidationError(
@@ -102,13 +104,19 @@ class InputProcessor:
             raise ValidationError(
                 f"cache_salt must be a non-empty string, got {_show(salt)}.", "cache_salt", salt
             )
-        token_ids = self._token_ids(parts, params)
+        sampling = pooling = None
+        if isinstance(params, PoolingParams):
+            pooling = complete_pooling_params(self._config, params)
+            token_ids = self.encode_prompt(prompt, pooling.truncate_prompt_tokens)
+        else:
+            token_ids = self._token_ids(parts, params)
+            sampling = self._complete(params, len(token_ids))
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             mm_features=None,
-            sampling_params=self._complete(params, len(token_ids)),
-            pooling_params=None,
+            sampling_params=sampling,
+            pooling_params=pooling,
             eos_token_id=self._eos_token_id,
             arrival_time=time.time() if arrival_time is None else arrival_time,
             cache_salt=salt,
@@ -147,7 +155,77 @@ class InputProcessor:
         self._check_token_ids("prompt", ids)
         return ids
 
-    def _encode(self, text: str, *, truncated: bool) -> list[int]:
+    def encode_prompt(
+        self,
+        prompt: Prompt,
+        truncate_prompt_tokens: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """The token ids of a prompt to pool, which may be as long as the context.
+
+        Truncation keeps the beginning, and the special tokens at the end.
+        """
+        parts = _take_apart(prompt)
+        keep = self._check_truncation(truncate_prompt_tokens)
+        if parts.token_ids is not None:
+            ids = _as_token_ids(parts.token_ids)[:keep]
+        else:
+            text = parts.text or ""
+            if self._config.pooler_config.lower_case:
+                text = text.lower()
+            ids = []
+            if text:
+                ids = self._encode(text, truncated=keep is not None, special=add_special_tokens)
+            if keep is not None and len(ids) > keep and add_special_tokens:
+                assert self._tokenizer is not None
+                ids, _ = self._tokenizer.encode_pair(text, None, keep)
+            ids = ids[:keep]
+        if not ids:
+            raise ValidationError(
+                "The prompt is empty; it must have at least one token.", "prompt", ""
+            )
+        if len(ids) > self._max_model_len:
+            raise ValidationError(
+                f"The prompt has {len(ids)} tokens, but the context holds {self._max_model_len}. "
+                "Shorten it, or set truncate_prompt_tokens=-1.",
+                "prompt",
+                len(ids),
+                code="context_length_exceeded",
+            )
+        self._check_token_ids("prompt", ids)
+        return ids
+
+    def _check_truncation(self, keep: object) -> int | None:
+        """How many tokens of a prompt to keep."""
+        if keep is None:
+            return None
+        if type(keep) is not int or not (keep == -1 or 1 <= keep <= self._max_model_len):
+            raise ValidationError(
+                f"truncate_prompt_tokens must be -1, or 1 to {self._max_model_len}, got "
+                f"{_show(keep)}.",
+                "truncate_prompt_tokens",
+                keep,
+            )
+        return self._max_model_len if keep == -1 else keep
+
+    def encode_pair(
+        self, first: str, second: str, truncate_prompt_tokens: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """Token ids of two texts as one prompt, and where the second segment begins, if anywhere.
+
+        Truncation shortens the longer of the two first.
+        """
+        if self._tokenizer is None:
+            raise ValidationError("This engine has no tokenizer, so it cannot score texts.")
+        keep = self._check_truncation(truncate_prompt_tokens)
+        for text in (first, second):
+            if keep is None and self._tokenizer.cannot_fit(len(text), self._max_model_len):
+                raise self._too_long(f"has a text of {len(text)} characters", len(text))
+        if self._config.pooler_config.lower_case:
+            first, second = first.lower(), second.lower()
+        return self._tokenizer.encode_pair(first, second, keep)
+
+    def _encode(self, text: str, *, truncated: bool, special: bool = True) -> list[int]:
         if self._tokenizer is None:
             raise ValidationError(
                 "This engine has no tokenizer; give prompt_token_ids instead of text.", "prompt"
@@ -155,7 +233,7 @@ class InputProcessor:
         if not truncated and self._tokenizer.cannot_fit(len(text), self._max_model_len):
             raise self._too_long(f"has {len(text)} characters", len(text))
         try:
-            return self._tokenizer.encode(text)
+            return self._tokenizer.encode(text, add_special_tokens=special)
         except ValidationError as error:
             error.parameter = "prompt"
             raise
@@ -187,15 +265,27 @@ class InputProcessor:
 
     # -- parameters ---------------------------------------------------------------------------
 
-    def _refuse_params(self, params: object) -> Exception:
-        if isinstance(params, PoolingParams):
-            return NotImplementedFeatureError(
-                "This model generates text; pooling tasks are not built.", "pooling_params"
-            )
-        return ValidationError(
-            f"sampling_params must be a SamplingParams, got {type(params).__name__}.",
-            "sampling_params",
-        )
+    def _check_kind(self, params: object) -> None:
+        """Refuse parameters of a kind that the model has no use for."""
+        pools = self._config.model_config.pools
+        if not isinstance(params, PoolingParams if pools else SamplingParams):
+            if isinstance(params, SamplingParams):
+                raise ValidationError(
+                    "This model makes vectors or scores and writes no text; it supports "
+                    f"{', '.join(self._config.model_config.supported_tasks)}.",
+                    "sampling_params",
+                    code="unsupported_task",
+                )
+            if isinstance(params, PoolingParams):
+                raise ValidationError(
+                    "This model writes text; start the engine with runner=pooling to have "
+                    "embeddings of it.",
+                    "pooling_params",
+                    code="unsupported_task",
+                )
+            wanted = "a PoolingParams" if pools else "a SamplingParams"
+            name = "pooling_params" if pools else "sampling_params"
+            raise ValidationError(f"{name} must be {wanted}, got {type(params).__name__}.", name)
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.structured_outputs is not None:

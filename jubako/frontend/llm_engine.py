@@ -17,7 +17,7 @@ from jubako.frontend.output_processor import OutputProcessor
 from jubako.frontend.startup import runs_torch, start_core
 from jubako.frontend.stats import IterationStats, StatLogger, TotalsLogger
 from jubako.frontend.tokenizer import load_tokenizer
-from jubako.outputs import RequestOutput
+from jubako.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from jubako.sampling_params import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -90,6 +90,12 @@ class LLMEngine:
             raise
         return internal_id
 
+    def encode_pair(
+        self, first: str, second: str, truncate_prompt_tokens: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """See `InputProcessor.encode_pair`."""
+        return self._inputs.encode_pair(first, second, truncate_prompt_tokens)
+
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End all requests that the caller gave these ids; unknown ones are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
@@ -104,7 +110,7 @@ class LLMEngine:
         """Open requests; each of `n` answers counts."""
         return self._outputs.num_unfinished_requests
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """One step of the core, or its next outputs; may be none for any request.
 
         Raises `EngineDeadError` if the core has ended; then no request is open any more.

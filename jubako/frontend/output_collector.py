@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from jubako.outputs import CompletionOutput, RequestOutput
+from jubako.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from jubako.sampling_params import RequestOutputKind
+
+Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
 class RequestOutputCollector:
@@ -16,20 +18,20 @@ class RequestOutputCollector:
 
     def __init__(self, output_kind: RequestOutputKind) -> None:
         self._joins = output_kind is RequestOutputKind.DELTA
-        self._slot: RequestOutput | Exception | None = None
+        self._slot: Output | Exception | None = None
         self._filled = asyncio.Event()
 
-    def put(self, output: RequestOutput | Exception) -> None:
+    def put(self, output: Output | Exception) -> None:
         """Leave an output, or the error that ends the request; an error replaces what is there."""
         if isinstance(self._slot, Exception):
             return
         if self._slot is None or isinstance(output, Exception):
             self._slot = output
             self._filled.set()
-        else:
+        elif isinstance(self._slot, RequestOutput) and isinstance(output, RequestOutput):
             merge_outputs(self._slot, output, join=self._joins)
 
-    def get_nowait(self) -> RequestOutput | None:
+    def get_nowait(self) -> Output | None:
         """Take what is there, or None; raises an error that was left."""
         output = self._slot
         if output is None:
@@ -41,7 +43,7 @@ class RequestOutputCollector:
         self._filled.clear()
         return output
 
-    async def get(self) -> RequestOutput:
+    async def get(self) -> Output:
         """Take the next output, waiting for it; raises an error that was left."""
         while (output := self.get_nowait()) is None:
             await self._filled.wait()

@@ -14,12 +14,19 @@ from jubako.engine.messages import EngineCoreOutput, EngineCoreRequest, FinishRe
 from jubako.frontend.logprobs import LogprobsProcessor, TokenTexts
 from jubako.frontend.output_collector import RequestOutputCollector
 from jubako.frontend.parallel_sampling import ParentRequest
+from jubako.frontend.pooling_state import PoolingState
 from jubako.frontend.stats import (
     IterationStats,
     finished_request_stats,
     update_request_stats,
 )
-from jubako.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from jubako.outputs import (
+    CompletionOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    RequestStateStats,
+)
 from jubako.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
 class ProcessedOutputs(NamedTuple):
     """Outputs of requests without a collector, and ids that the core must abort."""
 
-    request_outputs: list[RequestOutput]
+    request_outputs: list[RequestOutput | PoolingRequestOutput[PoolingOutput]]
     reqs_to_abort: list[str]
 
 
@@ -89,6 +96,11 @@ class RequestState:
             LogprobsProcessor(params, self.prompt_token_ids, texts) if wants_logprobs else None
         )
         self.stats = RequestStateStats(arrival_time=request.arrival_time)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens that it may generate."""
+        return self.params.max_tokens
 
     def is_due(self, finished: bool) -> bool:
         """Whether the tokens that are not emitted yet make an output."""
@@ -179,7 +191,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._stream_interval = stream_interval
-        self._states: dict[str, RequestState] = {}
+        self._states: dict[str, RequestState | PoolingState] = {}
         self._by_external_id: dict[str, list[str]] = {}
         """Caller's id → internal ids of the requests, or children, that it stands for."""
         self._parents: dict[str, ParentRequest] = {}
@@ -220,8 +232,7 @@ class OutputProcessor:
         fails, nothing is open.
         """
         params = request.sampling_params
-        assert params is not None
-        if params.n == 1:
+        if params is None or params.n == 1:
             self._open(request, prompt, collector, None, 0)
             return [request]
         parent = ParentRequest(request)
@@ -247,21 +258,25 @@ class OutputProcessor:
         index: int,
     ) -> None:
         assert request.request_id not in self._states
-        state = RequestState(
-            request,
-            prompt,
-            self._tokenizer,
-            self._texts,
-            collector=collector,
-            parent=parent,
-            index=index,
-            stream_interval=self._stream_interval,
-        )
+        state: RequestState | PoolingState
+        if request.pooling_params is not None:
+            state = PoolingState(request, collector)
+        else:
+            state = RequestState(
+                request,
+                prompt,
+                self._tokenizer,
+                self._texts,
+                collector=collector,
+                parent=parent,
+                index=index,
+                stream_interval=self._stream_interval,
+            )
         self._states[request.request_id] = state
         self._by_external_id.setdefault(state.external_req_id, []).append(request.request_id)
         self._num_tokens += len(state.prompt_token_ids)
 
-    def _close(self, state: RequestState) -> None:
+    def _close(self, state: RequestState | PoolingState) -> None:
         del self._states[state.request_id]
         self._num_tokens -= len(state.prompt_token_ids)
         ids = self._by_external_id[state.external_req_id]
@@ -325,7 +340,7 @@ class OutputProcessor:
         Outputs go to their request's collector, or into the result where there is none. Outputs of
         requests that are not open any more are dropped.
         """
-        request_outputs: list[RequestOutput] = []
+        request_outputs: list[RequestOutput | PoolingRequestOutput[PoolingOutput]] = []
         to_abort: list[str] = []
         for output in outputs:
             state = self._states.get(output.request_id)
@@ -348,12 +363,14 @@ class OutputProcessor:
 
     def _take_over(
         self,
-        state: RequestState,
+        state: RequestState | PoolingState,
         output: EngineCoreOutput,
         timestamp: float,
         iteration_stats: IterationStats | None,
     ) -> tuple[FinishReason | None, int | str | None]:
         """Add an output to its request; why the request ends with it, if it does."""
+        if isinstance(state, PoolingState):
+            return state.take_over(output, timestamp, iteration_stats), None
         stats = state.stats
         if stats.first_token_ts == 0.0 and output.new_token_ids:
             state.num_cached_tokens = output.num_cached_tokens
@@ -372,14 +389,14 @@ class OutputProcessor:
 
 
 def _count_finished(
-    state: RequestState, reason: FinishReason, iteration_stats: IterationStats
+    state: RequestState | PoolingState, reason: FinishReason, iteration_stats: IterationStats
 ) -> None:
     iteration_stats.finished_requests.append(
         finished_request_stats(
             state.stats,
             reason,
             len(state.prompt_token_ids),
-            state.params.max_tokens,
+            state.max_tokens,
             state.num_cached_tokens,
         )
     )

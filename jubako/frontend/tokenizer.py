@@ -88,6 +88,29 @@ class Tokenizer:
         )
         return [encoding.ids for encoding in encodings]
 
+    def encode_pair(
+        self, first: str, second: str | None, max_tokens: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """Ids of one or two texts with special tokens, and where the second segment begins.
+
+        None where all tokens are of one segment. Of texts that have more than `max_tokens`
+        together, the longer one loses tokens at its end; special tokens stay.
+        """
+        _check_text(first)
+        parts = [self.backend.encode(first, add_special_tokens=False)]
+        if second is not None:
+            _check_text(second)
+            parts.append(self.backend.encode(second, add_special_tokens=False))
+        if max_tokens is not None:
+            special = self.backend.num_special_tokens_to_add(second is not None)
+            lengths = _cut_longest([len(part.ids) for part in parts], max(0, max_tokens - special))
+            for part, length in zip(parts, lengths):
+                part.truncate(length)
+        pair = parts[1] if len(parts) > 1 else None
+        whole = self.backend.post_process(parts[0], pair, add_special_tokens=True)
+        ids, types = whole.ids[:max_tokens], whole.type_ids[:max_tokens]
+        return ids, types.index(1) if 1 in types else None
+
     def cannot_fit(self, characters: int, tokens: int) -> bool:
         """Whether a text of that length surely has more than `tokens` tokens.
 
@@ -169,6 +192,19 @@ class Tokenizer:
             special_tokens=self.special_tokens,
             **kwargs,
         )
+
+
+def _cut_longest(lengths: list[int], limit: int) -> list[int]:
+    """One or two lengths, the longer of which is cut first until their sum is at most `limit`."""
+    if sum(lengths) <= limit:
+        return lengths
+    if len(lengths) == 1:
+        return [limit]
+    shorter = min(lengths)
+    if 2 * shorter > limit:
+        return [limit - limit // 2, limit // 2]
+    first_is_shorter = lengths[0] == shorter
+    return [shorter, limit - shorter] if first_is_shorter else [limit - shorter, shorter]
 
 
 def _check_text(text: object) -> None:

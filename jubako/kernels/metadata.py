@@ -17,8 +17,10 @@ class AttentionMetadata:
     `n` requests in batch order share `T` flattened tokens; request `i` owns the tokens from
     `query_start_loc[i]` to `query_start_loc[i + 1]`. Its context, this step's tokens included, is
     `seq_lens[i]` long, and the KV of position `p` lies in block `block_table_tensor[i, p // B]` at
-    offset `p % B`. Names are those of vLLM's `CommonAttentionMetadata`. Every step makes new ones:
-    what kernels derive from the fields is kept in `plans`.
+    offset `p % B`. Sink tokens, where a group has them, count as its first positions, in context
+    and table alike, so that attention need not know of them. Names are those of vLLM's
+    `CommonAttentionMetadata`. Every step makes new ones: what kernels derive from the fields is
+    kept in `plans`.
     """
 
     query_start_loc: torch.Tensor

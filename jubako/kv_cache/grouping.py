@@ -106,6 +106,7 @@ def unify_kv_cache_spec_page_size(
 
     NotImplementedError if the largest page is not a multiple of a smaller one.
     """
+    kv_cache_spec = _raise_blocks_to_states(kv_cache_spec)
     largest = max(spec.page_size_bytes for spec in kv_cache_spec.values())
     unified = {}
     for name, spec in kv_cache_spec.items():
@@ -122,6 +123,24 @@ def unify_kv_cache_spec_page_size(
                 f"of {largest} bytes; these layers cannot share one pool of blocks."
             )
     return unified
+
+
+def _raise_blocks_to_states(layers: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """More tokens a block, until a page of attention is no smaller than one of a state.
+
+    States that are kept for re-use follow, so that all layers have borders at the same tokens.
+    """
+    states = [s.page_size_bytes for s in layers.values() if isinstance(s, MambaSpec)]
+    others = [s.page_size_bytes for s in layers.values() if not isinstance(s, MambaSpec)]
+    if not states or not others or max(states) <= max(others):
+        return dict(layers)
+    factor = cdiv(max(states), max(others))
+    return {
+        name: spec
+        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none"
+        else spec.copy_with_new_block_size(spec.block_size * factor)
+        for name, spec in layers.items()
+    }
 
 
 def _groups_of_equal_size(layers: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:

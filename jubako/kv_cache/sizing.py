@@ -20,10 +20,10 @@ from jubako.kv_cache.checks import check_positive
 from jubako.kv_cache.config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from jubako.kv_cache.errors import ImpossibleCacheError
 from jubako.kv_cache.grouping import get_kv_cache_groups
+from jubako.kv_cache.sinks import sink_block_ids
 from jubako.kv_cache.specs import (
     KVCacheSpec,
     MambaSpec,
-    SinkFullAttentionSpec,
     SizingConfig,
     UniformTypeKVCacheSpecs,
     cdiv,
@@ -265,14 +265,7 @@ def _is_empty(spec: KVCacheSpec) -> bool:
 
 def _reserved_blocks(groups: Sequence[KVCacheGroupSpec]) -> int:
     """Blocks that no request can use: the null block and the sinks."""
-    sinks = 0
-    for group in groups:
-        spec = group.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs) and spec.kv_cache_specs:
-            spec = next(iter(spec.kv_cache_specs.values()))
-        if isinstance(spec, SinkFullAttentionSpec):
-            sinks += cdiv(spec.sink_len or 0, spec.block_size)
-    return 1 + sinks
+    return 1 + sum(len(ids) for ids in sink_block_ids(groups))
 
 
 def _memory_needed(config: SizingConfig, groups: Sequence[KVCacheGroupSpec]) -> int:

@@ -325,7 +325,9 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         if any(spec.block_size != first.block_size for spec in layers):
             return False
         if isinstance(first, FullAttentionSpec):
-            return all(isinstance(spec, FullAttentionSpec) for spec in layers)
+            # Sinks stand before the other blocks of a table, so all its layers have them or none.
+            full = [spec for spec in layers if isinstance(spec, FullAttentionSpec)]
+            return len(full) == len(layers) and len({_sink_len(spec) for spec in full}) == 1
         if isinstance(first, CrossAttentionSpec):
             return all(isinstance(spec, CrossAttentionSpec) for spec in layers)
         if isinstance(first, SlidingWindowSpec):
@@ -411,6 +413,10 @@ def decode_spec(encoded: Mapping[str, Any]) -> KVCacheSpec:
                 tuple(item) if isinstance(item, (list, tuple)) else item for item in value
             )
     return SPEC_TYPES[name](**values)
+
+
+def _sink_len(spec: FullAttentionSpec) -> int:
+    return (spec.sink_len or 0) if isinstance(spec, SinkFullAttentionSpec) else 0
 
 
 def _only(what: str, values: Sequence[int | None]) -> int | None:

@@ -1,10 +1,11 @@
-"""Which gated activations do MLPs use?"""
+"""Which activations do MLPs use?"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from jubako.errors import UnsupportedModelError
 from jubako.kernels.registry import get_kernels
@@ -30,3 +31,35 @@ def gated_activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         )
     function: Callable[[torch.Tensor], torch.Tensor] = getattr(get_kernels(), _KERNELS[name])
     return function
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _relu_squared(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x).square_()
+
+
+_PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": torch.relu,
+    "relu2": _relu_squared,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation of that name in config.json, without a gate: any shape → the same.
+
+    Raises UnsupportedModelError for an unknown name.
+    """
+    if name not in _PLAIN:
+        raise UnsupportedModelError(
+            f"The model's activation {name!r} is not supported; known are {', '.join(_PLAIN)}."
+        )
+    return _PLAIN[name]

@@ -29,7 +29,10 @@ class VocabEmbedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Logits of every token, from its own matrix or the embedding's."""
+    """Logits of every token, from its own matrix or the embedding's.
+
+    They are soft-capped if there is a `soft_cap`, then multiplied by `scale`.
+    """
 
     def __init__(
         self,
@@ -37,11 +40,13 @@ class LMHead(nn.Module):
         hidden_size: int,
         tied_to: VocabEmbedding | None = None,
         soft_cap: float | None = None,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.tied = tied_to is not None
         self.weight = tied_to.weight if tied_to is not None else parameter(vocab_size, hidden_size)
         self.soft_cap = soft_cap
+        self.scale = scale
         self.kernels = get_kernels()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -49,7 +54,7 @@ class LMHead(nn.Module):
         logits = self.kernels.linear(hidden, self.weight)
         if self.soft_cap is not None:
             logits = logits.float().div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-        return logits
+        return logits if self.scale == 1.0 else logits.mul_(self.scale)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`, unless it is the embedding's."""

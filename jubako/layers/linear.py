@@ -16,7 +16,10 @@ from jubako.layers.weights import WeightTarget, parameter, whole_parameter
 
 
 class _Linear(nn.Module):
-    """A matrix [sum of parts, in], whose parts are a checkpoint's tensors."""
+    """A matrix [sum of parts, in], whose parts are a checkpoint's tensors.
+
+    Or the checkpoint has the parts below each other in one tensor, as they are here.
+    """
 
     def __init__(self, input_size: int, parts: dict[str, int], bias: bool) -> None:
         super().__init__()
@@ -30,13 +33,18 @@ class _Linear(nn.Module):
         return self.kernels.linear(x, self.weight, self.bias)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
-        """`weight` and `bias` of every part."""
+        """`weight` and `bias` of every part, or of all in one."""
         start = 0
         for part, size in self.parts.items():
             for kind, whole in (("weight", self.weight), ("bias", self.bias)):
                 if whole is not None:
                     yield f"{part or name}.{kind}", self._target(whole, start, size)
             start += size
+        if len(self.parts) > 1:
+            for kind, whole in (("weight", self.weight), ("bias", self.bias)):
+                if whole is not None:
+                    parts = tuple(f"{part}.{kind}" for part in self.parts)
+                    yield f"{name}.{kind}", whole_parameter(whole, parts=parts)
 
     @staticmethod
     def _target(parameter: nn.Parameter, start: int, size: int) -> WeightTarget:

@@ -32,3 +32,27 @@ class RMSNorm(nn.Module):
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`."""
         yield f"{name}.weight", whole_parameter(self.weight, self.weight_offset)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm (Ba, Kiros and Hinton 2016) over the last dimension.
+
+    Weight and bias, if it has one, are kept in float32.
+    """
+
+    def __init__(self, size: int, eps: float, bias: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = parameter(size, dtype=torch.float32)
+        self.bias = parameter(size, dtype=torch.float32) if bias else None
+        self.kernels = get_kernels()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, size] → the same shape and dtype."""
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
+        """`weight`, and `bias` if there is one."""
+        yield f"{name}.weight", whole_parameter(self.weight)
+        if self.bias is not None:
+            yield f"{name}.bias", whole_parameter(self.bias)

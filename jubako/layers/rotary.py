@@ -20,7 +20,10 @@ from jubako.layers.weights import WeightTarget, parameter
 
 
 class Rotation(NamedTuple):
-    """Cosines and signed sines of a step's tokens, as `Kernels.qk_norm_rope` takes them."""
+    """Cosines and signed sines [T, 1, R] of a step's tokens, for `Kernels.qk_norm_rope`.
+
+    R is what turns of a head, all or the first elements of it.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -36,6 +39,13 @@ class RopeParameters:
     """Further entries of the checkpoint's `rope_parameters` or `rope_scaling`."""
     max_position_embeddings: int = 0
     """Positions that the model was made for."""
+
+    @property
+    def original_length(self) -> float:
+        """Positions that it was trained for before its rotation was scaled."""
+        if self.scaling.get("original_max_position_embeddings") is None:
+            return self.max_position_embeddings
+        return _entry(self, "original_max_position_embeddings")
 
 
 class RotaryEmbedding(nn.Module):
@@ -59,15 +69,21 @@ class RotaryEmbedding(nn.Module):
 
 
 class QKRope(nn.Module):
-    """Rotate query and key heads, without a norm."""
+    """Rotate query and key heads, without a norm.
 
-    def __init__(self) -> None:
+    `interleaved`: neighbours turn together, not elements half a head apart.
+    """
+
+    def __init__(self, interleaved: bool = False) -> None:
         super().__init__()
+        self.interleaved = interleaved
         self.kernels = get_kernels()
 
     def forward(self, qk: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """qk [T, Hq + Hkv, D] → the same shape."""
-        return self.kernels.qk_norm_rope(qk, rotation.cos, rotation.sin)
+        """qk [T, H, D], heads of any kind → the same shape."""
+        return self.kernels.qk_norm_rope(
+            qk, rotation.cos, rotation.sin, interleaved=self.interleaved
+        )
 
 
 class QKNormRope(nn.Module):
@@ -111,14 +127,11 @@ class QKNormRope(nn.Module):
 def _frequencies(
     head_size: int, rope: RopeParameters, max_model_len: int
 ) -> tuple[torch.Tensor, float]:
-    """Angle per position [D/2] float32, and the factor on cosines and sines."""
-    scaling = rope.scaling
-    partial = scaling.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise UnsupportedModelError(
-            f"The model rotates {partial:g} of each head (partial_rotary_factor); "
-            "only whole heads are supported."
-        )
+    """Angle per position [R/2] float32, and the factor on cosines and sines.
+
+    R is what `partial_rotary_factor` leaves of a head.
+    """
+    head_size = _rotated_size(head_size, rope)
     match rope.rope_type:
         case "default":
             return _default(head_size, rope.theta), 1.0
@@ -130,11 +143,31 @@ def _frequencies(
             return _llama3(head_size, rope), 1.0
         case "yarn":
             return _yarn(head_size, rope)
+        case "longrope":
+            return _longrope(head_size, rope, max_model_len)
         case _:
             raise UnsupportedModelError(
                 f"The model's rope_type {rope.rope_type!r} is not supported; "
-                "known are default, linear, dynamic, llama3, yarn."
+                "known are default, linear, dynamic, llama3, yarn, longrope."
             )
+
+
+def _rotated_size(head_size: int, rope: RopeParameters) -> int:
+    """How many elements of a head turn."""
+    partial = rope.scaling.get("partial_rotary_factor")
+    if partial is None:
+        return head_size
+    if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor must be a number above 0 and at most 1, got {partial!r}."
+        )
+    size = int(head_size * partial)
+    if size < 2 or size % 2:
+        raise UnsupportedModelError(
+            f"A partial_rotary_factor of {partial:g} turns {size} elements of a head of "
+            f"{head_size}; it must be an even number of at least 2."
+        )
+    return size
 
 
 def _entry(rope: RopeParameters, name: str) -> float:
@@ -163,15 +196,11 @@ def _dynamic(head_size: int, rope: RopeParameters, max_model_len: int) -> torch.
     return _default(head_size, rope.theta * stretch ** (head_size / (head_size - 2)))
 
 
-def _original_length(rope: RopeParameters) -> float:
-    return rope.scaling.get("original_max_position_embeddings") or rope.max_position_embeddings
-
-
 def _llama3(head_size: int, rope: RopeParameters) -> torch.Tensor:
     """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
     plain = _default(head_size, rope.theta)
     low, high = _entry(rope, "low_freq_factor"), _entry(rope, "high_freq_factor")
-    turns = _original_length(rope) * plain / (2 * math.pi)
+    turns = rope.original_length * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * plain + (1 - kept) * plain / _entry(rope, "factor")
 
@@ -179,7 +208,7 @@ def _llama3(head_size: int, rope: RopeParameters) -> torch.Tensor:
 def _yarn(head_size: int, rope: RopeParameters) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al. 2023, arXiv 2309.00071, section 3), with DeepSeek's `mscale` entries."""
     scaling = rope.scaling
-    original = _original_length(rope)
+    original = rope.original_length
     if scaling.get("factor") is None:
         factor = rope.max_position_embeddings / original
     else:
@@ -209,3 +238,40 @@ def _yarn(head_size: int, rope: RopeParameters) -> tuple[torch.Tensor, float]:
         if mscale and all_dims:
             attention_factor = temperature(mscale) / temperature(all_dims)
     return frequencies, float(attention_factor)
+
+
+def _longrope(
+    head_size: int, rope: RopeParameters, max_model_len: int
+) -> tuple[torch.Tensor, float]:
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): each frequency has a divisor of its own.
+
+    There are two sets, for contexts within the trained length and for longer ones. Which is used
+    is fixed by the longest context that the engine allows: a sequence that changed from one set to
+    the other as it grew would have to compute all its keys again, and could share none with others.
+    """
+    original = rope.original_length
+    divisors = _divisors(
+        rope, "long_factor" if max_model_len > original else "short_factor", head_size
+    )
+    factor = rope.max_position_embeddings / original
+    if rope.scaling.get("factor") is not None:
+        factor = _entry(rope, "factor")
+    attention_factor = 1.0
+    if rope.scaling.get("attention_factor") is not None:
+        attention_factor = _entry(rope, "attention_factor")
+    elif factor > 1:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+    return _default(head_size, rope.theta) / divisors, attention_factor
+
+
+def _divisors(rope: RopeParameters, name: str, head_size: int) -> torch.Tensor:
+    entry = rope.scaling.get(name)
+    if (
+        not isinstance(entry, list)
+        or len(entry) != head_size // 2
+        or not all(type(x) in (int, float) and 0 < x < math.inf for x in entry)
+    ):
+        raise UnsupportedModelError(
+            f"rope_type {rope.rope_type!r} needs {head_size // 2} numbers above 0 for {name!r}."
+        )
+    return torch.tensor(entry, dtype=torch.float32)

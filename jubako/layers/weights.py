@@ -26,6 +26,8 @@ class WeightTarget:
     """Added to the tensor, in the dtype of the view."""
     whole: nn.Parameter | None = None
     """The parameter, if the view is all of it."""
+    parts: tuple[str, ...] = ()
+    """Names, beside this one, of the tensors that a checkpoint may have in place of this one."""
 
     def load(self, tensor: torch.Tensor) -> None:
         """Take `tensor`, whose shape has been checked.
@@ -41,9 +43,11 @@ class WeightTarget:
             self.view.add_(self.offset)
 
 
-def whole_parameter(parameter: nn.Parameter, offset: float = 0.0) -> WeightTarget:
+def whole_parameter(
+    parameter: nn.Parameter, offset: float = 0.0, parts: tuple[str, ...] = ()
+) -> WeightTarget:
     """The target of a tensor that fills `parameter`."""
-    return WeightTarget(parameter.data, tuple(parameter.shape), offset, parameter)
+    return WeightTarget(parameter.data, tuple(parameter.shape), offset, parameter, parts)
 
 
 def _may_become(tensor: torch.Tensor, parameter: nn.Parameter) -> bool:

@@ -7,12 +7,13 @@ way weights come in are the same in nearly all of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from jubako.layers.embedding import LMHead, VocabEmbedding
-from jubako.layers.rotary import RotaryEmbedding, Rotation
+from jubako.layers.rotary import RotaryEmbedding
 from jubako.models.weights import load_weights, with_model_prefix
 
 EVERY = "every"
@@ -24,7 +25,8 @@ class DecoderModel(nn.Module):
 
     A layer is called with x [T, hidden] and the step's rotation, and returns [T, hidden]; it may
     overwrite x. `rotary` has the kinds of rotation, `kinds` names each layer's; a layer whose kind
-    is not there (it uses no positions) gets None. `embed_scale` multiplies embeddings.
+    is not there (it uses no positions) gets None. A kind may also be another function of positions,
+    whose result its layers then get. `embed_scale` multiplies embeddings.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class DecoderModel(nn.Module):
         embed_tokens: VocabEmbedding,
         layers: Iterable[nn.Module],
         norm: nn.Module,
-        rotary: RotaryEmbedding | Mapping[str, RotaryEmbedding],
+        rotary: RotaryEmbedding | Mapping[str, nn.Module],
         kinds: Sequence[str] | None = None,
         *,
         embed_scale: float | None = None,
@@ -61,7 +63,7 @@ class DecoderModel(nn.Module):
         if x is None:
             assert input_ids is not None, "a step has ids or embeddings"
             x = self.embed_input_ids(input_ids)
-        rotations: dict[str, Rotation] = {k: rotary(positions) for k, rotary in self.rotary.items()}
+        rotations: dict[str, Any] = {k: rotary(positions) for k, rotary in self.rotary.items()}
         for layer, kind in zip(self.layers, self.kinds):
             x = layer(x, rotations.get(kind))
         hidden: torch.Tensor = self.norm(x)

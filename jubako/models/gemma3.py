@@ -31,6 +31,7 @@ from jubako.models.hf_config import (
     number_or_none,
     value,
 )
+from jubako.models.weights import text_part
 
 
 @dataclass(frozen=True)
@@ -191,8 +192,5 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
 
     def sanitize(self, name: str) -> str | None:
         """The text part's name of a tensor; None for the image part and a tied head."""
-        if "vision_tower." in name or "multi_modal_projector." in name:
-            return None
-        if name.startswith("model.language_model."):
-            name = "model." + name.removeprefix("model.language_model.")
-        return super().sanitize(name.removeprefix("language_model."))
+        own = text_part(name)
+        return None if own is None else super().sanitize(own)

@@ -58,6 +58,21 @@ def number_or_none(hf_config: Mapping[str, Any], name: str) -> float | None:
     return None if hf_config.get(name) is None else float(value(hf_config, name, 1.0))
 
 
+def integer_or_none(hf_config: Mapping[str, Any], name: str) -> int | None:
+    """The positive integer `name`; None where it is absent or null."""
+    entry: int | None = None
+    if hf_config.get(name) is not None:
+        entry = value(hf_config, name, 1)
+    return entry
+
+
+def kv_heads(hf_config: Mapping[str, Any], num_heads: int, default: int) -> int:
+    """`num_key_value_heads`; one that is null means one for each query head."""
+    null = "num_key_value_heads" in hf_config and hf_config["num_key_value_heads"] is None
+    heads: int = value(hf_config, "num_key_value_heads", num_heads if null else default)
+    return heads
+
+
 def mapping(hf_config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The object `name`, empty where it is absent or null. `CheckpointError` for anything else."""
     entry = hf_config.get(name)
@@ -111,6 +126,17 @@ def _top_level(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: hf_config[name] for name in names if hf_config.get(name) is not None}
 
 
+def experts_per_token(hf_config: Mapping[str, Any], default: int, num_experts: int) -> int:
+    """`num_experts_per_tok`. `CheckpointError` where there are fewer experts than that."""
+    count: int = value(hf_config, "num_experts_per_tok", min(default, num_experts))
+    if count > num_experts:
+        raise CheckpointError(
+            f"num_experts_per_tok in config.json is {count}, but the model has only "
+            f"{num_experts} experts."
+        )
+    return count
+
+
 def layer_types(hf_config: Mapping[str, Any], num_layers: int, default: list[str]) -> list[str]:
     """`full_attention` or `sliding_attention` for each layer."""
     types = hf_config.get("layer_types")
@@ -129,6 +155,16 @@ def layer_types(hf_config: Mapping[str, Any], num_layers: int, default: list[str
         raise UnsupportedModelError(
             f"The model's layer type {sorted(unknown)[0]!r} is not supported; "
             f"known are {FULL} and {SLIDING}."
+        )
+    return types
+
+
+def require_window(types: list[str], sliding_window: int | None) -> list[str]:
+    """`types`, if there is a window for those that need one; UnsupportedModelError else."""
+    if SLIDING in types and sliding_window is None:
+        raise UnsupportedModelError(
+            f"The model's config.json has layers of type {SLIDING}, "
+            "but no sliding_window is in use."
         )
     return types
 

@@ -1,6 +1,8 @@
-"""Llama (Touvron et al. 2023; Llama Team 2024) and Mistral (Jiang et al. 2023).
+"""Llama (Touvron et al. 2023; Llama Team 2024), Mistral (Jiang et al. 2023) and Ministral.
 
-They differ in a window that Mistral may have, and in defaults.
+They differ in a window that Mistral may have, in all layers or in some, and in defaults.
+`LlamaSinkForCausalLM` is a Llama whose layers have `sink_len` learned keys and values before
+position 0.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import QKRope, RopeParameters, RotaryEmbedding, Rotation
 from jubako.models.decoder import DecoderForCausalLM, DecoderModel
-from jubako.models.hf_config import rope_parameters, value
+from jubako.models.hf_config import (
+    FULL,
+    SLIDING,
+    kv_heads,
+    layer_types,
+    require_window,
+    rope_parameters,
+    value,
+)
 
 
 @dataclass(frozen=True)
@@ -39,29 +49,40 @@ class ModelArgs:
     attention_bias: bool
     mlp_bias: bool
     sliding_window: int | None
+    layer_types: list[str]
+    sink_len: int
     rope: RopeParameters
     tie_word_embeddings: bool
 
     @classmethod
     def from_config(cls, c: Mapping[str, Any], architecture: str) -> ModelArgs:
-        """Of a Llama, or with architecture `MistralForCausalLM` of a Mistral model."""
-        mistral = architecture == "MistralForCausalLM"
+        """Of a Llama, or with architecture `MistralForCausalLM` or `MinistralForCausalLM` of one
+        of those.
+        """
+        mistral = architecture in ("MistralForCausalLM", "MinistralForCausalLM")
         hidden_size = value(c, "hidden_size", 4096)
         heads = value(c, "num_attention_heads", 32)
+        num_layers = value(c, "num_hidden_layers", 32)
+        # A window that is null is none; only one that is left out has the default.
+        window = _window(c) if mistral else None
+        types = [FULL if window is None else SLIDING] * num_layers
         return cls(
             vocab_size=value(c, "vocab_size", 32_000),
             hidden_size=hidden_size,
             intermediate_size=value(c, "intermediate_size", 14_336 if mistral else 11_008),
-            num_hidden_layers=value(c, "num_hidden_layers", 32),
+            num_hidden_layers=num_layers,
             num_attention_heads=heads,
-            num_key_value_heads=_num_kv_heads(c, heads, 8 if mistral else heads),
+            num_key_value_heads=kv_heads(c, heads, 8 if mistral else heads),
             head_dim=value(c, "head_dim", hidden_size // heads),
             hidden_act=value(c, "hidden_act", "silu"),
             rms_norm_eps=value(c, "rms_norm_eps", 1e-6),
             attention_bias=not mistral and value(c, "attention_bias", False),
             mlp_bias=not mistral and value(c, "mlp_bias", False),
-            # A window that is null is none; only one that is left out has the default.
-            sliding_window=_window(c) if mistral else None,
+            sliding_window=window,
+            layer_types=(
+                require_window(layer_types(c, num_layers, types), window) if mistral else types
+            ),
+            sink_len=value(c, "sink_len", 32) if architecture == "LlamaSinkForCausalLM" else 0,
             rope=rope_parameters(
                 c, value(c, "max_position_embeddings", 131_072 if mistral else 2048)
             ),
@@ -74,15 +95,10 @@ def _window(c: Mapping[str, Any]) -> int | None:
     return None if null else value(c, "sliding_window", 4096)
 
 
-def _num_kv_heads(c: Mapping[str, Any], heads: int, default: int) -> int:
-    """A null means one for each query head."""
-    return value(c, "num_key_value_heads", heads if "num_key_value_heads" in c else default)
-
-
 class LlamaAttention(nn.Module):
     """Attention of one layer."""
 
-    def __init__(self, args: ModelArgs, config: JubakoConfig, prefix: str) -> None:
+    def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
         super().__init__()
         heads, kv_heads, head_dim = (
             args.num_attention_heads,
@@ -100,7 +116,8 @@ class LlamaAttention(nn.Module):
             kv_heads,
             config=config,
             layer_name=f"{prefix}.attn",
-            sliding_window=args.sliding_window,
+            sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
+            sink_len=args.sink_len,
         )
         self.o_proj = RowParallelLinear(heads * head_dim, args.hidden_size, args.attention_bias)
 
@@ -115,9 +132,9 @@ class LlamaAttention(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each after a norm."""
 
-    def __init__(self, args: ModelArgs, config: JubakoConfig, prefix: str) -> None:
+    def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(args, config, f"{prefix}.self_attn")
+        self.self_attn = LlamaAttention(args, config, layer, f"{prefix}.self_attn")
         self.mlp = GatedMLP(
             args.hidden_size, args.intermediate_size, args.hidden_act, args.mlp_bias
         )
@@ -141,7 +158,7 @@ class LlamaForCausalLM(DecoderForCausalLM):
         model = DecoderModel(
             embed_tokens,
             [
-                LlamaDecoderLayer(args, config, f"{prefix}model.layers.{i}")
+                LlamaDecoderLayer(args, config, i, f"{prefix}model.layers.{i}")
                 for i in range(args.num_hidden_layers)
             ],
             RMSNorm(args.hidden_size, args.rms_norm_eps),

@@ -11,7 +11,7 @@ from torch import nn
 
 from jubako.config import JubakoConfig
 from jubako.kernels.registry import set_kernels
-from jubako.layers.attention import Attention
+from jubako.layers.cache import CacheLayer
 from jubako.models.interface import CausalLM
 from jubako.models.registry import get_model_class
 
@@ -34,15 +34,19 @@ def load_model(config: JubakoConfig, checkpoint: Any, device: torch.device) -> n
 def build_model(config: JubakoConfig, device: torch.device) -> nn.Module:
     """The model of `config` with uninitialised weights, in its dtype, on `device`."""
     set_kernels(config.device_config.kernels)
-    model_class = get_model_class(config.model_config.architecture)
+    model_config = config.model_config
+    model_class = get_model_class(model_config.architecture, pools=model_config.pools)
     with _default_dtype(getattr(torch, config.model_config.dtype)), device:
         model = model_class(config)
     return model.eval().requires_grad_(False)
 
 
-def attention_layers(model: nn.Module) -> dict[str, Attention]:
-    """The attention layers in order, by name."""
-    return {m.layer_name: m for m in model.modules() if isinstance(m, Attention)}
+def cache_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that keep something in the KV cache, in order, by name.
+
+    Attention, recurrent layers, and whatever else is a `layers.cache.CacheLayer`.
+    """
+    return {m.layer_name: m for m in model.modules() if isinstance(m, CacheLayer)}
 
 
 @contextmanager

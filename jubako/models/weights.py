@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -27,32 +28,45 @@ def load_weights(
     wrong shape, comes twice or is missing.
     """
     targets = weight_targets(model)
-    missing = dict.fromkeys(targets)
+    missing = dict.fromkeys(name for name, target in targets.items() if not target.parts)
     used = set()
     for name, tensor in weights:
         own_name = None if name.endswith(_ROTARY_CACHES) else sanitize(name)
         if own_name is None:
+            continue
+        if own_name not in targets and _changes_nothing(own_name, tensor, targets):
             continue
         if own_name not in targets:
             raise UnsupportedModelError(
                 f"The checkpoint has a tensor {name!r} that {type(model).__name__} does not use; "
                 "its config.json may not describe this checkpoint."
             )
-        if own_name not in missing:
-            raise CheckpointError(f"The checkpoint has the tensor {name!r} twice.")
         target = targets[own_name]
+        filled = target.parts or (own_name,)
+        if not missing.keys() >= set(filled):
+            raise CheckpointError(f"The checkpoint has the tensor {name!r} twice.")
         if tuple(tensor.shape) != target.shape:
             raise CheckpointError(
                 f"The checkpoint's tensor {name!r} has shape {list(tensor.shape)}; "
                 f"its configuration calls for {list(target.shape)}."
             )
         target.load(tensor)
-        del missing[own_name]
+        for part in filled:
+            del missing[part]
         used.add(name)
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(f"The checkpoint lacks the tensor {next(iter(missing))!r}{others}.")
     return used
+
+
+def _changes_nothing(name: str, tensor: torch.Tensor, targets: Mapping[str, WeightTarget]) -> bool:
+    """Whether it is the bias of a matrix without one, and 0: some quantisers write these."""
+    stem, _, kind = name.rpartition(".")
+    matrix = targets.get(f"{stem}.weight")
+    if kind != "bias" or matrix is None or len(matrix.shape) != 2:
+        return False
+    return tuple(tensor.shape) == matrix.shape[:1] and not tensor.any()
 
 
 def weight_targets(model: nn.Module) -> dict[str, WeightTarget]:
@@ -61,11 +75,25 @@ def weight_targets(model: nn.Module) -> dict[str, WeightTarget]:
     for path, module in model.named_modules():
         if isinstance(module, TakesWeights):
             parent, _, name = path.rpartition(".")
+            prefix = f"{parent}." if parent else ""
             for tensor_name, target in module.weight_targets(name):
-                targets[f"{parent}.{tensor_name}" if parent else tensor_name] = target
+                parts = tuple(prefix + part for part in target.parts)
+                targets[prefix + tensor_name] = replace(target, parts=parts)
     return targets
 
 
 def with_model_prefix(name: str) -> str:
     """The name with "model." before it, as checkpoints of the bare decoder lack it."""
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+
+
+def text_part(name: str) -> str | None:
+    """A multimodal checkpoint's tensor as a text model names it; None for one of another part.
+
+    In the style of transformers 4 (`language_model.model.`) or 5 (`model.language_model.`).
+    """
+    if "vision_tower." in name or "multi_modal_projector." in name:
+        return None
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return name.removeprefix("language_model.")

@@ -39,7 +39,8 @@ class BlockTable:
 
     `table` [R, width] int32 holds ids of kernel blocks: where the kernel's block is smaller than
     the manager's, manager block b is b*s, ..., b*s + s-1 with s = block_size / kernel_block_size.
-    Entries past a row's count are stale and never read.
+    Every row begins with the blocks of the group's sink tokens, if it has any: position 0 comes
+    after them. Entries past a row's count are stale and never read.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class BlockTable:
         max_num_batched_tokens: int,
         kernel_block_size: int | None = None,
         context_parallel: ContextParallel | None = None,
+        sink_blocks: Sequence[int] = (),
     ) -> None:
-        """`max_num_blocks_per_req` counts manager blocks."""
+        """`max_num_blocks_per_req` counts manager blocks, as do the ids in `sink_blocks`."""
         self.kernel_block_size = block_size if kernel_block_size is None else kernel_block_size
         if block_size % self.kernel_block_size:
             raise ValueError(
@@ -61,28 +63,38 @@ class BlockTable:
         self.block_size = block_size
         self._split = block_size // self.kernel_block_size
         self._parallel = context_parallel or ContextParallel()
-        width = max_num_blocks_per_req * self._split
+        self.sink_blocks = sinks = self.kernel_blocks(sink_blocks)
+        if len(sinks) and self._parallel.world_size > 1:
+            raise ValueError("Sink tokens cannot be divided among ranks that share a context.")
+        self.num_sink_tokens = len(sinks) * self.kernel_block_size
+        width = len(sinks) + max_num_blocks_per_req * self._split
         self.table: np.ndarray[Any, np.dtype[np.int32]] = np.zeros(
             (max_num_reqs, width), dtype=np.int32
         )
-        self.num_blocks_per_row: np.ndarray[Any, np.dtype[np.int32]] = np.zeros(
-            max_num_reqs, dtype=np.int32
+        self.table[:, : len(sinks)] = sinks
+        self.num_blocks_per_row: np.ndarray[Any, np.dtype[np.int32]] = np.full(
+            max_num_reqs, len(sinks), dtype=np.int32
         )
         self.slot_mapping: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(
             max_num_batched_tokens, dtype=np.int64
         )
 
+    def kernel_blocks(self, block_ids: Sequence[int]) -> IntArray:
+        """The kernel's blocks of the manager's blocks, in order."""
+        ids: np.ndarray[Any, Any] = np.asarray(block_ids, dtype=np.int32)
+        if self._split > 1:
+            ids = (ids[:, None] * self._split + np.arange(self._split, dtype=np.int32)).ravel()
+        return ids
+
     def row(self, row: int) -> IntArray:
-        """Kernel blocks of a row."""
+        """Kernel blocks of a row, those of sinks included."""
         return self.table[row, : self.num_blocks_per_row[row]]
 
     def append_row(self, block_ids: Sequence[int], row: int) -> None:
         """Add blocks to a row."""
         if not block_ids:
             return
-        ids: np.ndarray[Any, Any] = np.asarray(block_ids, dtype=np.int32)
-        if self._split > 1:
-            ids = (ids[:, None] * self._split + np.arange(self._split, dtype=np.int32)).ravel()
+        ids = self.kernel_blocks(block_ids)
         start = int(self.num_blocks_per_row[row])
         end = start + len(ids)
         assert end <= self.table.shape[1], (
@@ -93,12 +105,12 @@ class BlockTable:
 
     def add_row(self, block_ids: Sequence[int], row: int) -> None:
         """Give a row these blocks and no others."""
-        self.num_blocks_per_row[row] = 0
+        self.clear_row(row)
         self.append_row(block_ids, row)
 
     def clear_row(self, row: int) -> None:
-        """Give a row no blocks."""
-        self.num_blocks_per_row[row] = 0
+        """Give a row no blocks but those of sinks."""
+        self.num_blocks_per_row[row] = len(self.sink_blocks)
 
     def move_row(self, source: int, target: int) -> None:
         """Bring the blocks of `source` to `target`; `source` has none then."""
@@ -122,6 +134,8 @@ class BlockTable:
         slots = self.slot_mapping[: len(positions)]
         flat = self.table.reshape(-1)
         if parallel.world_size == 1:
+            if self.num_sink_tokens:
+                positions = positions + self.num_sink_tokens
             block, offset = np.divmod(positions, size)
             np.multiply(flat[req_indices * self.table.shape[1] + block], size, out=slots)
             slots += offset
@@ -154,8 +168,13 @@ class MultiGroupBlockTable:
         max_model_len: int,
         max_num_batched_tokens: int,
         context_parallel: ContextParallel | None = None,
+        sink_blocks: Sequence[Sequence[int]] | None = None,
     ) -> MultiGroupBlockTable:
-        """Tables wide enough for requests of `max_model_len` tokens."""
+        """Tables wide enough for requests of `max_model_len` tokens.
+
+        `sink_blocks` are those of each group.
+        """
+        sinks = sink_blocks or [()] * len(block_sizes)
         parallel = context_parallel or ContextParallel()
         return cls(
             [
@@ -166,9 +185,10 @@ class MultiGroupBlockTable:
                     max_num_batched_tokens,
                     kernel_block_size,
                     parallel,
+                    group_sinks,
                 )
-                for block_size, kernel_block_size in zip(
-                    block_sizes, kernel_block_sizes, strict=True
+                for block_size, kernel_block_size, group_sinks in zip(
+                    block_sizes, kernel_block_sizes, sinks, strict=True
                 )
             ]
         )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from jubako.kv_cache.config import KVCacheConfig
+from jubako.kv_cache.config import KVCacheConfig, KVCacheGroupSpec
 from jubako.kv_cache.specs import KVCacheSpec
+from jubako.worker.block_table import MultiGroupBlockTable
 
 
 class KVLayer(Protocol):
@@ -21,6 +22,28 @@ class KVLayer(Protocol):
 
     def bind_kv_cache(self, raw: Tensor, block_size: int) -> None:
         """Take `raw` [num_blocks, page_size_bytes] int8 as this layer's KV."""
+
+
+@runtime_checkable
+class SinkLayer(Protocol):
+    """A layer that may have sink tokens: keys and values that every request sees first."""
+
+    def write_sinks(self, block_ids: Tensor) -> None:
+        """Write them into these blocks of the kernel's, [b] int64."""
+
+
+def write_sinks(
+    groups: Sequence[KVCacheGroupSpec], layers: Mapping[str, KVLayer], table: MultiGroupBlockTable
+) -> None:
+    """Fill the blocks that `table` puts before every row with the sink tokens of the layers."""
+    for group, group_table in zip(groups, table, strict=True):
+        if not group_table.num_sink_tokens:
+            continue
+        block_ids = torch.from_numpy(group_table.sink_blocks.astype("int64"))
+        for name in group.layer_names:
+            layer = layers[name]
+            assert isinstance(layer, SinkLayer), f"{name} has sink blocks but no sink tokens"
+            layer.write_sinks(block_ids)
 
 
 def allocate_zeroed(num_bytes: int, device: torch.device) -> Tensor:

@@ -41,6 +41,9 @@ def cpu_budget(
     if budget <= 0 or not specs:
         return max(budget, 0)
     groups = get_kv_cache_groups(config, dict(specs))
+    if not groups:
+        # Nothing is kept between steps.
+        return 0
     probe = get_kv_cache_config_from_groups(config, groups, budget)
     if not probe.num_blocks:
         return budget

@@ -16,11 +16,14 @@ from torch import Tensor
 from jubako.config import JubakoConfig
 from jubako.errors import ConfigError, NotImplementedFeatureError
 from jubako.kv_cache.config import KVCacheConfig
+from jubako.kv_cache.sinks import sink_block_ids
 from jubako.kv_cache.specs import KVCacheSpec
+from jubako.layers.encoder_attention import EncoderOnlyAttention
 from jubako.layers.forward_context import set_forward_context
 from jubako.sampling.builtin_processors import build_processors
 from jubako.sampling.grammar import apply_grammar_mask
 from jubako.sampling.logits_processors import LogitsProcessor
+from jubako.sampling.pooling_metadata import PoolingStates
 from jubako.sampling.sampler import Sampler, SamplerOutput
 from jubako.scheduler.model_output import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -35,7 +38,8 @@ from jubako.scheduler.output import (
 )
 from jubako.worker.block_table import MultiGroupBlockTable, select_kernel_block_size
 from jubako.worker.input_batch import InputBatch
-from jubako.worker.kv_memory import KVLayer, bind_kv_tensors
+from jubako.worker.kv_memory import KVLayer, bind_kv_tensors, write_sinks
+from jubako.worker.pooling import NEUTRAL_SAMPLING, PoolingStep
 from jubako.worker.prompt_logprobs import PromptLogprobs
 from jubako.worker.request_state import CachedRequestState
 from jubako.worker.staging import StepStaging
@@ -45,7 +49,7 @@ from jubako.worker.step_inputs import StepInputBuilder, StepInputs, dummy_inputs
 class LanguageModel(Protocol):
     """A model as the runner sees it."""
 
-    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, **more: Tensor) -> Tensor:
         """Ids [T] int32 and positions [T] int64 → hidden states [T, h]."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -89,6 +93,8 @@ class ModelRunner:
         self._staging = staging or StepStaging(device)
         self._logitsprocs = build_processors(config, device, custom_processors)
         self._state: ExecuteModelState | None = None
+        self._pooling: PoolingStep | None = None
+        """Instead of sampling, for a model that pools."""
         self._seeds = np.random.default_rng()
         self.model: LanguageModel
         self.layers: Mapping[str, KVLayer] = {}
@@ -99,15 +105,17 @@ class ModelRunner:
 
     def load_model(self, checkpoint: Any) -> None:
         """Build the model and read its weights."""
-        from jubako.models.load import attention_layers, load_model
+        from jubako.models.load import cache_layers, load_model
 
         model = load_model(self.config, checkpoint, self.device)
-        self.use_model(cast(LanguageModel, model), attention_layers(model))
+        self.use_model(cast(LanguageModel, model), cache_layers(model))
 
     def use_model(self, model: LanguageModel, layers: Mapping[str, KVLayer]) -> None:
         """Run this model; `layers` are its attention layers by name."""
         self.model = model
         self.layers = layers
+        if self.config.model_config.pools:
+            self._pooling = PoolingStep(self.config, model, self.device)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each attention layer keeps in the KV cache."""
@@ -142,7 +150,9 @@ class ModelRunner:
             self.max_num_reqs,
             self.max_model_len,
             self.max_num_tokens,
+            sink_blocks=sink_block_ids(groups),
         )
+        write_sinks(groups, self.layers, table)
         self.requests.clear()
         self._scored.clear()
         self._state = None
@@ -154,15 +164,16 @@ class ModelRunner:
             self.max_num_tokens,
             [group.layer_names for group in groups],
             self._staging,
+            [n for n, layer in self.layers.items() if isinstance(layer, EncoderOnlyAttention)],
         )
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int, num_logits_rows: int) -> None:
         """One step on made-up tokens that touches no KV, to measure memory and warm up."""
-        input_ids, positions = dummy_inputs(num_tokens, self.device)
+        input_ids, positions = dummy_inputs(num_tokens, self.device, self.max_model_len)
         with set_forward_context(None):
             hidden = self.model(input_ids, positions)
-        if num_logits_rows:
+        if num_logits_rows and self._pooling is None:
             self.model.compute_logits(hidden[:num_logits_rows]).argmax(dim=-1).tolist()
 
     def reseed(self) -> None:
@@ -185,6 +196,8 @@ class ModelRunner:
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         inputs = self._input_builder.build(self.input_batch, scheduler_output.num_scheduled_tokens)
+        if self._pooling is not None:
+            return self._pool(self._pooling, inputs)
         with set_forward_context(inputs.attention):
             hidden = self.model(inputs.input_ids, inputs.positions)
         logits = None
@@ -192,6 +205,13 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden[inputs.logits_indices])
         self._state = ExecuteModelState(inputs, hidden, logits)
         return None
+
+    def _pool(self, pooling: PoolingStep, inputs: StepInputs) -> ModelRunnerOutput:
+        """The rest of a pooling model's step, which has one phase."""
+        more = pooling.model_inputs(self.input_batch, self.requests, inputs)
+        with set_forward_context(inputs.attention):
+            hidden = self.model(inputs.input_ids, inputs.positions, **more)
+        return pooling.output(self.input_batch, self.requests, inputs, hidden)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | None:
@@ -280,18 +300,18 @@ class ModelRunner:
         )
 
     def _new_request(self, new: NewRequestData) -> CachedRequestState:
-        params = new.sampling_params
+        params = new.sampling_params if self._pooling is None else NEUTRAL_SAMPLING
         if (
             params is None
-            or new.pooling_params is not None
+            or (new.pooling_params is None) != (self._pooling is None)
             or new.prompt_token_ids is None
             or new.prompt_embeds is not None
             or new.mm_features
             or new.lora_request is not None
         ):
             raise NotImplementedFeatureError(
-                "Only text generation from token ids is built: no pooling, embeddings, media or "
-                "adapters."
+                "Only token ids are taken, by a model that suits the request: no embeddings, media "
+                "or adapters."
             )
         seed = new.seed if new.seed is not None else params.seed
         if seed is None:
@@ -311,6 +331,8 @@ class ModelRunner:
             # Copies: in one process these may be the scheduler's own lists.
             block_ids=tuple(list(ids) for ids in new.block_ids),
             num_computed_tokens=new.num_computed_tokens,
+            pooling_params=new.pooling_params,
+            pooling_states=None if self._pooling is None else PoolingStates(),
             prompt_logprobs=prompt_logprobs,
         )
 

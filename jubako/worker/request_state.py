@@ -9,6 +9,7 @@ from jubako.sampling_params import PoolingParams, SamplingParams
 from jubako.scheduler.features import LoRARequest, MultiModalFeatureSpec
 
 if TYPE_CHECKING:
+    from jubako.sampling.pooling_metadata import PoolingStates
     from jubako.worker.prompt_logprobs import PromptLogprobs
 
 
@@ -31,6 +32,8 @@ class CachedRequestState:
     output_token_ids: list[int] = field(default_factory=list)
     mm_features: list[MultiModalFeatureSpec] = field(default_factory=list)
     pooling_params: PoolingParams | None = None
+    pooling_states: PoolingStates | None = None
+    """Set with `pooling_params`."""
     lora_request: LoRARequest | None = None
     prompt_embeds: Any = None
     prompt_logprobs: PromptLogprobs | None = None

@@ -42,9 +42,12 @@ class StepInputBuilder:
         max_num_tokens: int,
         layer_groups: Sequence[Sequence[str]],
         staging: StepStaging,
+        encoder_only_layers: Sequence[str] = (),
     ) -> None:
-        """`layer_groups` are the layer names of each KV group."""
+        """`layer_groups` are the layer names of each KV group, `encoder_only_layers` the layers
+        that keep no KV: a group without blocks."""
         self._layer_groups = layer_groups
+        self._encoder_only_layers = encoder_only_layers
         self._staging = staging
         self.input_ids: np.ndarray[Any, np.dtype[np.int32]] = np.zeros(max_num_tokens, np.int32)
         self.positions: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(max_num_tokens, np.int64)
@@ -77,10 +80,34 @@ class StepInputBuilder:
             widest = int(table.num_blocks_per_row[:n].max(initial=0))
             arrays[f"slots{group}"] = table.slot_mapping[:total]
             arrays[f"blocks{group}"] = table.table[:n, :widest]
+            if table.num_sink_tokens:
+                # Sinks stand before position 0; an empty context stays empty.
+                arrays[f"seq_lens{group}"] = seq_lens + (seq_lens > 0) * np.int32(
+                    table.num_sink_tokens
+                )
         tensors = self._staging.to_device(arrays)
 
         attention: dict[str, AttentionMetadata] = {}
         for group, names in enumerate(self._layer_groups):
+            lengths = f"seq_lens{group}" if f"seq_lens{group}" in arrays else "seq_lens"
+            metadata = AttentionMetadata(
+                query_start_loc=tensors["query_start_loc"],
+                query_start_loc_cpu=arrays["query_start_loc"],
+                seq_lens=tensors[lengths],
+                seq_lens_cpu=arrays[lengths],
+                num_reqs=n,
+                num_actual_tokens=total,
+                max_query_len=int(scheduled.max()),
+                max_seq_len=int(arrays[lengths].max()),
+                block_table_tensor=tensors[f"blocks{group}"],
+                block_table_cpu=arrays[f"blocks{group}"],
+                slot_mapping=tensors[f"slots{group}"],
+                slot_mapping_cpu=arrays[f"slots{group}"],
+            )
+            attention.update(dict.fromkeys(names, metadata))
+        if self._encoder_only_layers:
+            blocks = np.zeros((n, 0), dtype=np.int32)
+            slots = np.full(total, -1, dtype=np.int64)
             metadata = AttentionMetadata(
                 query_start_loc=tensors["query_start_loc"],
                 query_start_loc_cpu=arrays["query_start_loc"],
@@ -90,12 +117,13 @@ class StepInputBuilder:
                 num_actual_tokens=total,
                 max_query_len=int(scheduled.max()),
                 max_seq_len=int(seq_lens.max()),
-                block_table_tensor=tensors[f"blocks{group}"],
-                block_table_cpu=arrays[f"blocks{group}"],
-                slot_mapping=tensors[f"slots{group}"],
-                slot_mapping_cpu=arrays[f"slots{group}"],
+                block_table_tensor=torch.from_numpy(blocks),
+                block_table_cpu=blocks,
+                slot_mapping=torch.from_numpy(slots),
+                causal=False,
+                slot_mapping_cpu=slots,
             )
-            attention.update(dict.fromkeys(names, metadata))
+            attention.update(dict.fromkeys(self._encoder_only_layers, metadata))
         return StepInputs(
             input_ids=tensors["input_ids"],
             positions=tensors["positions"],
@@ -128,7 +156,9 @@ class StepInputBuilder:
         return total
 
 
-def dummy_inputs(num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def dummy_inputs(
+    num_tokens: int, device: torch.device, max_model_len: int
+) -> tuple[Tensor, Tensor]:
     """Token ids and positions of a step that only warms up or measures."""
     ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-    return ids, torch.arange(num_tokens, dtype=torch.int64, device=device)
+    return ids, torch.arange(num_tokens, dtype=torch.int64, device=device) % max_model_len

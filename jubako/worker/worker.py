@@ -109,7 +109,7 @@ class Worker:
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """What the model can be asked for."""
-        return ("generate",)
+        return self.config.model_config.supported_tasks
 
     def check_health(self) -> None:
         """Return if the worker can run steps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,38 @@ import gguf
 import numpy as np
 from gguf.constants import GGMLQuantizationType as QuantType
 
-ARCHITECTURES = ("gemma3", "llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = (
+    "cohere2",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "llama",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "phi4-mini",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "smollm3",
+    "stablelm",
+)
+FILE_ARCHITECTURE = {
+    "ministral3": "mistral3",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+    "phi4-mini": "phi3",
+}
+"""What files say that bear another architecture's name."""
+
+PERMUTED = ("llama", "granite", "mistral3", "smollm3")
+SUMMED = ("gemma2", "gemma3")
+FACTORS = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def tiny_model(architecture: str, *, dtype: str = "float32", **changes: Any) -> Any:
@@ -43,6 +74,95 @@ def tiny_model(architecture: str, *, dtype: str = "float32", **changes: Any) -> 
         "mistral": (tf.MistralConfig, tf.MistralForCausalLM, {"sliding_window": 16}),
         "qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM, {"head_dim": 16}),
         "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM, {}),
+        "gemma2": (
+            tf.Gemma2Config,
+            tf.Gemma2ForCausalLM,
+            {"sliding_window": 16, "tie_word_embeddings": True, "query_pre_attn_scalar": 32},
+        ),
+        "phi3": (tf.Phi3Config, tf.Phi3ForCausalLM, {"sliding_window": 16}),
+        "phi4-mini": (
+            tf.Phi3Config,
+            tf.Phi3ForCausalLM,
+            {
+                "head_dim": 16,
+                "original_max_position_embeddings": 256,
+                "partial_rotary_factor": 0.75,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "short_factor": FACTORS,
+                    "long_factor": FACTORS[::-1],
+                },
+            },
+        ),
+        "ministral3": (
+            tf.Ministral3Config,
+            tf.Ministral3ForCausalLM,
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1000000.0,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 16,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.25,
+                }
+            },
+        ),
+        "olmo2": (tf.Olmo2Config, tf.Olmo2ForCausalLM, {}),
+        "olmo3": (
+            tf.Olmo3Config,
+            tf.Olmo3ForCausalLM,
+            {
+                "sliding_window": 16,
+                "layer_types": ["full_attention", "sliding_attention"],
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "yarn",
+                        "rope_theta": 500000.0,
+                        "factor": 8.0,
+                        "original_max_position_embeddings": 64,
+                        "attention_factor": 1.25,
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                },
+            },
+        ),
+        "granite": (
+            tf.GraniteConfig,
+            tf.GraniteForCausalLM,
+            {
+                "embedding_multiplier": 12.0,
+                "attention_multiplier": 0.125,
+                "residual_multiplier": 0.25,
+                "logits_scaling": 4.0,
+            },
+        ),
+        "smollm3": (tf.SmolLM3Config, tf.SmolLM3ForCausalLM, {"num_hidden_layers": 5}),
+        "stablelm": (
+            tf.StableLmConfig,
+            tf.StableLmForCausalLM,
+            {"head_dim": 16, "use_qkv_bias": True},
+        ),
+        "cohere2": (
+            tf.Cohere2Config,
+            tf.Cohere2ForCausalLM,
+            {
+                "num_hidden_layers": 5,
+                "sliding_window": 16,
+                "logit_scale": 0.25,
+                "tie_word_embeddings": True,
+            },
+        ),
+        "mixtral": (tf.MixtralConfig, tf.MixtralForCausalLM, EXPERTS),
+        "qwen3moe": (
+            tf.Qwen3MoeConfig,
+            tf.Qwen3MoeForCausalLM,
+            {**EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        ),
     }
     config_class, model_class, own = kinds[architecture]
     torch.manual_seed(0)
@@ -75,7 +195,7 @@ def write_model(
 ) -> Path:
     """Write a transformers model as llama.cpp's converter does; `quantise` picks each type."""
     config = model.config
-    arch = "llama" if architecture == "mistral" else architecture
+    arch = FILE_ARCHITECTURE.get(architecture, architecture)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -83,7 +203,10 @@ def write_model(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if architecture in ("cohere2", "stablelm"):
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -91,20 +214,21 @@ def write_model(
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    _add_own_metadata(writer, config, architecture, head_dim)
     if extra is not None:
         extra(writer)
     names = gguf.get_tensor_name_map(
         {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[arch], config.num_hidden_layers
     )
-    for name, value in model.state_dict().items():
+    for name, value in _with_expert_tensors(model.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         data = value.float().numpy()
-        if arch == "gemma3" and name.endswith("norm.weight"):
+        if arch in SUMMED and name.endswith("norm.weight"):
             data = data + np.float32(1)
-        if arch == "llama" and name.endswith(("q_proj.weight", "q_proj.bias")):
+        if arch in PERMUTED and name.endswith(("q_proj.weight", "q_proj.bias")):
             data = permute(data, config.num_attention_heads)
-        if arch == "llama" and name.endswith(("k_proj.weight", "k_proj.bias")):
+        if arch in PERMUTED and name.endswith(("k_proj.weight", "k_proj.bias")):
             data = permute(data, config.num_key_value_heads)
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
@@ -112,6 +236,70 @@ def write_model(
         writer.add_tensor(target, gguf.quants.quantize(data, kind), raw_dtype=kind)
     finish(writer)
     return path
+
+
+def _add_own_metadata(
+    writer: gguf.GGUFWriter, config: Any, architecture: str, head_dim: int
+) -> None:
+    """What only some architectures have."""
+    rope = config.rope_parameters
+    if architecture in SUMMED:
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if getattr(config, name):
+                getattr(writer, f"add_{name}")(getattr(config, name))
+    if architecture.startswith("phi"):
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if architecture == "phi4-mini":
+        for kind in ("short", "long"):
+            factors = np.array(rope[f"{kind}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+    if architecture == "olmo3":
+        yarn = rope["full_attention"]
+        writer.add_sliding_window_pattern(
+            [kind == "sliding_attention" for kind in config.layer_types]
+        )
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(yarn["factor"])
+        writer.add_rope_scaling_attn_factors(yarn["attention_factor"])
+        writer.add_rope_scaling_orig_ctx_len(yarn["original_max_position_embeddings"])
+    if architecture == "ministral3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if architecture == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if architecture == "cohere2":
+        writer.add_logit_scale(config.logit_scale)
+    if architecture == "stablelm":
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+        writer.add_parallel_residual(config.use_parallel_residual)
+    if architecture in ("mixtral", "qwen3moe"):
+        writer.add_expert_count(4)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture == "qwen3moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+def _with_expert_tensors(weights: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The experts' matrices as files have them, gate and up apart."""
+    for name, value in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = value.chunk(2, dim=1)
+            stem = name.removesuffix("gate_up_proj")
+            yield f"{stem}gate_proj.weight", gate.contiguous()
+            yield f"{stem}up_proj.weight", up.contiguous()
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", value
+        else:
+            yield name, value
 
 
 def finish(writer: gguf.GGUFWriter) -> None:

@@ -156,9 +156,9 @@ def test_index_without_a_map(folder: Path, content: Any) -> None:
 
 
 def test_quantised_folder(folder: Path) -> None:
-    config = {"quantization_config": {"quant_method": "gptq"}}
+    config = {"quantization_config": {"quant_method": "bitsandbytes"}}
     (folder / "config.json").write_text(json.dumps(config))
-    refusal(folder, UnsupportedModelError, "quantised with 'gptq'")
+    refusal(folder, UnsupportedModelError, "quantised with 'bitsandbytes'.*awq, ")
 
 
 def test_one_file_of_a_folder(folder: Path) -> None:

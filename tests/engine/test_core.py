@@ -131,7 +131,6 @@ def test_a_request_that_would_stop_the_step_is_answered_alone(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("pooling_params", PoolingParams()),
         ("prompt_embeds", b""),
         ("lora_request", LoRARequest("l", 1)),
     ],
@@ -146,6 +145,17 @@ def test_what_no_worker_can_run_is_answered_alone(
     core.add_request(request("a", [5, 6]))
     outputs = run(core)
     assert outputs["odd"][0].error == f"{name} is not built; leave it out."
+    assert tokens(outputs["a"]) == continuation([5, 6], 5)
+
+
+def test_a_request_to_pool_is_refused_by_a_model_that_writes(make_core: MakeCore) -> None:
+    core = make_core()
+    odd = request("odd", [5, 6])
+    odd.sampling_params, odd.pooling_params = None, PoolingParams()
+    core.add_request(odd)
+    core.add_request(request("a", [5, 6]))
+    outputs = run(core)
+    assert "writes text" in (outputs["odd"][0].error or "")
     assert tokens(outputs["a"]) == continuation([5, 6], 5)
 
 

@@ -127,7 +127,6 @@ def test_more_than_one_worker_is_not_built(name: str) -> None:
     [
         ("enable_kv_cache_events", True),
         ("use_int_block_hashes", True),
-        ("mamba_cache_mode", "all"),
         ("disable_chunked_mm_input", True),
         ("encoder_cache_size", 5),
         ("max_num_encoder_input_tokens", 5),
@@ -221,3 +220,15 @@ def test_gemma_never_runs_in_float16() -> None:
     assert resolve_dtype("auto", gemma, GPU) == "bfloat16"
     with pytest.raises(ConfigError, match="float16"):
         resolve_dtype("half", gemma, GPU)
+
+
+def test_states_of_recurrent_layers_are_kept_for_prefix_caching() -> None:
+    hybrid = checkpoint(architectures=["BambaForCausalLM"])
+    cache = complete(model=hybrid).cache_config
+    assert (cache.enable_prefix_caching, cache.mamba_cache_mode) == (True, "all")
+    cache = complete(model=hybrid, mamba_cache_mode="align").cache_config
+    assert (cache.enable_prefix_caching, cache.mamba_cache_mode) == (True, "align")
+    cache = complete(model=hybrid, enable_prefix_caching=False).cache_config
+    assert (cache.enable_prefix_caching, cache.mamba_cache_mode) == (False, "none")
+    with pytest.raises(ConfigError, match="no recurrent layers"):
+        complete(mamba_cache_mode="align")

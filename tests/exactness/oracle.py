@@ -1,10 +1,11 @@
-"""What would transformers answer? Tiny models, prompts, and greedy tokens with their gaps."""
+"""What would transformers answer? Tiny models, prompts, and the verdict on our greedy tokens."""
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.exactness import rows
 from tests.exactness.sizes import SMALL, VOCAB
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
 
 TIE = 1e-4
 """Two logits closer than this are a tie: float32 sums taken in another order may swap them."""
@@ -58,8 +62,17 @@ CONFIGS |= rows.collect()
 """Name of a tiny architecture → how its configuration is made."""
 
 
-def make_model(name: str, folder: Path) -> Path:
-    """Write a random model of architecture `name`, with a tokeniser, as a Hugging Face folder."""
+_RECURRENT = ("mamba_", "ssm_", "linear_conv_kernel_dim", "conv_kernel", "conv_L_cache")
+"""Configurations of models with recurrent layers have an entry that begins so."""
+
+
+def is_recurrent(name: str) -> bool:
+    """Whether architecture `name` has recurrent layers."""
+    return any(entry.startswith(_RECURRENT) for entry in CONFIGS[name]().to_dict())
+
+
+def make_model(name: str, folder: Path) -> Any:
+    """A random model of architecture `name`, also written as a folder with a tokeniser."""
     torch.manual_seed(sum(name.encode()))
     config = CONFIGS[name]()
     config.dtype = "float32"
@@ -68,9 +81,12 @@ def make_model(name: str, folder: Path) -> Path:
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms and biases start at ones and zeros, and would not show
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        for path, buffer in model.named_buffers():
+            if path.endswith("correction_bias"):  # of a router
+                buffer.add_(torch.randn_like(buffer), alpha=0.3)
     model.save_pretrained(folder)
     write_tokenizer(folder)
-    return folder
+    return model.eval()
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -84,48 +100,74 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def make_prompts(count: int, shortest: int, longest: int, vocab: int, seed: int) -> list[list[int]]:
-    """Token-id prompts of lengths spread from `shortest` to `longest`, some sharing a prefix."""
+def make_prompts(lengths: list[int], vocab: int, seed: int) -> list[list[int]]:
+    """Token-id prompts of these lengths; two of three share a prefix with others."""
     rng = random.Random(seed)
-    shared = [rng.randrange(3, vocab) for _ in range(longest)]
+    shared = [rng.randrange(3, vocab) for _ in range(max(lengths))]
     prompts = []
-    for index in range(count):
-        length = shortest + (longest - shortest) * index // max(1, count - 1)
-        common = rng.choice([0, length // 2, length - 1]) if index % 3 else 0
-        own = [rng.randrange(3, vocab) for _ in range(length - common)]
-        prompts.append(shared[:common] + own)
-    rng.shuffle(prompts)
+    for index, length in enumerate(lengths):
+        common = (length // 2, length - 1, 0)[index % 3]
+        prompts.append(shared[:common] + [rng.randrange(3, vocab) for _ in range(length - common)])
     return prompts
 
 
-@dataclasses.dataclass
-class Answer:
-    """Greedy tokens, and per position the gap between the best two logits."""
+class Oracle:
+    """Judges tokens by the logits that transformers has before each of them.
 
-    token_ids: list[int]
-    gaps: list[float]
+    Logits follow the tokens that are judged, so after a tie the rest is judged too. `step_by_step`
+    takes them as transformers does when it generates, one token at a time with its cache; else one
+    pass over prompt and answer gives all of them, which is the same function and much faster.
+    """
 
+    def __init__(self, model: Any, *, step_by_step: bool = False) -> None:
+        self.model = model
+        self.step_by_step = step_by_step
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
 
-def greedy(model: Any, prompt: list[int], max_tokens: int) -> Answer:
-    """What `model` (transformers, float32) answers to `prompt`, end of sequence ignored."""
-    ids = torch.tensor([prompt])
-    answer = Answer([], [])
-    cache = transformers.DynamicCache(config=model.config)
-    with torch.inference_mode():
-        for _ in range(max_tokens):
-            out = model(ids, cache=cache, use_cache=True, logits_to_keep=1)
-            best = out.logits[0, -1].float().topk(2)
-            answer.token_ids.append(int(best.indices[0]))
-            answer.gaps.append(float(best.values[0] - best.values[1]))
-            ids = best.indices[:1].view(1, 1)
-    return answer
+    def judge(self, prompt: list[int], answer: list[int], what: str = "") -> int:
+        """How many tokens of `answer` are others than the best, but tie with it.
 
+        AssertionError for a token that is not the best and does not tie.
+        """
+        key = (tuple(prompt), tuple(answer))
+        if key not in self._known:
+            self._known[key] = self._judge(prompt, answer, what)
+        return self._known[key]
 
-def assert_same(got: list[int], want: Answer, what: str) -> None:
-    """`got` equals the oracle's tokens, or first differs where the best two logits tie."""
-    assert len(got) == len(want.token_ids), f"{what}: {len(got)} tokens"
-    for position, (ours, theirs) in enumerate(zip(got, want.token_ids, strict=True)):
-        if ours != theirs:
-            gap = want.gaps[position]
-            assert gap < TIE, f"{what}: token {position} is {ours}, not {theirs} (gap {gap:.2e})"
+    def _judge(self, prompt: list[int], answer: list[int], what: str) -> int:
+        ties = 0
+        for position, logits in enumerate(self._logits(prompt, answer)):
+            ours, best = answer[position], int(logits.argmax())
+            gap = float(logits[best] - logits[ours])
+            assert gap < TIE, (
+                f"{what}: of a prompt of {len(prompt)}, token {position} is {ours}, not {best} "
+                f"(gap {gap:.2e})"
+            )
+            ties += ours != best
+        return ties
+
+    @torch.inference_mode()
+    def _logits(self, prompt: list[int], answer: list[int]) -> Iterator[torch.Tensor]:
+        """The logits before each token of `answer`."""
+        out = None
+        if self.step_by_step:
+            out = self.model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+        if out is None or out.get("cache") is None:  # not every oracle has a cache
+            ids = torch.tensor([prompt + answer[:-1]])
+            out = self.model(ids, use_cache=False, logits_to_keep=len(answer))
+            yield from out.logits[0].float()
             return
+        yield out.logits[0, -1].float()
+        for position, token in enumerate(answer[:-1], start=len(prompt)):
+            # As `generate` does: a cache whose first layer is recurrent does not know positions.
+            given = {"position_ids": torch.tensor([[position]])} if self.takes_positions else {}
+            ids = torch.tensor([[token]])
+            out = self.model(ids, use_cache=True, cache=out.cache, **given)
+            yield out.logits[0, -1].float()
+
+    @torch.inference_mode()
+    def logprobs(self, prompt: list[int]) -> torch.Tensor:
+        """Log-probabilities [P, V] after each token of the prompt, float32."""
+        logits = self.model(torch.tensor([prompt]), use_cache=False).logits[0]
+        return logits.float().log_softmax(-1)

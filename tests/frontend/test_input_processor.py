@@ -292,8 +292,15 @@ def test_what_is_not_built() -> None:
         completed(structured_outputs=StructuredOutputsParams(regex="a+"))
     with pytest.raises(NotImplementedFeatureError, match="LoRA"):
         process([5], lora_request=object())
-    with pytest.raises(NotImplementedFeatureError, match="pooling"):
+
+
+def test_a_model_is_not_asked_for_the_other_kind() -> None:
+    with pytest.raises(ValidationError, match="runner=pooling") as refused:
         process([5], PoolingParams())
+    assert refused.value.code == "unsupported_task"
+    with pytest.raises(ValidationError, match="embed, token_embed") as refused:
+        pooler().process_inputs("id", [5], SamplingParams())
+    assert refused.value.code == "unsupported_task"
 
 
 def test_parameters_of_another_type() -> None:
@@ -355,3 +362,81 @@ def test_an_id_is_assigned_once() -> None:
 def test_a_token_id_of_thousands_of_digits_is_refused_like_any_other() -> None:
     with pytest.raises(ValidationError, match="has token id of many digits"):
         make().process_inputs("a", [10**5000], SamplingParams())
+
+
+# -- pooling ------------------------------------------------------------------------------------
+
+
+def pooler(**fields: Any) -> InputProcessor:
+    """A processor for a model that embeds in 32 dimensions, or as `fields` of its pooling say."""
+    tasks = fields.pop("tasks", ("embed", "token_embed"))
+    config = JubakoConfig().replace(
+        model_config={"runner": "pooling", "supported_tasks": tasks},
+        pooler_config={"embedding_size": 32, **fields},
+    )
+    return InputProcessor(config, ready, tokenizer)
+
+
+def pooled(prompt: Any, params: PoolingParams, **fields: Any) -> Any:
+    return pooler(**fields).process_inputs("id", prompt, params).request
+
+
+def test_a_prompt_to_pool_may_fill_the_context() -> None:
+    request = pooled([5] * MAX_MODEL_LEN, PoolingParams(task="embed"))
+    assert len(request.prompt_token_ids) == MAX_MODEL_LEN
+    assert request.sampling_params is None
+    with pytest.raises(ValidationError, match=str(MAX_MODEL_LEN)) as refused:
+        pooled([5] * (MAX_MODEL_LEN + 1), PoolingParams(task="embed"))
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_truncation_of_a_prompt_to_pool_keeps_its_beginning() -> None:
+    ids = list(range(5, 25))
+    cut = pooled(ids, PoolingParams(task="embed", truncate_prompt_tokens=4))
+    assert cut.prompt_token_ids == ids[:4]
+    whole = pooled([5] * 1000, PoolingParams(task="embed", truncate_prompt_tokens=-1))
+    assert len(whole.prompt_token_ids) == MAX_MODEL_LEN
+    for bad in (0, -2, MAX_MODEL_LEN + 1, True, 1.0):
+        with pytest.raises(ValidationError, match="truncate_prompt_tokens"):
+            pooled(ids, PoolingParams(truncate_prompt_tokens=bad))  # type: ignore[arg-type]
+
+
+def test_the_task_is_by_token_unless_one_is_named() -> None:
+    given = PoolingParams()
+    request = pooled([5], given)
+    assert request.pooling_params.task == "token_embed"
+    assert given.task is None
+    assert pooled([5], given, tasks=("classify",)).pooling_params.task == "classify"
+    for task, code in (("classify", "unsupported_task"), ("sing", "invalid_value")):
+        with pytest.raises(ValidationError, match=task) as refused:
+            pooled([5], PoolingParams(task=task))
+        assert refused.value.code == code
+
+
+def test_tasks_by_token_compute_every_token() -> None:
+    assert pooled([5], PoolingParams()).pooling_params.skip_reading_prefix_cache is True
+    assert not pooled([5], PoolingParams(task="embed")).pooling_params.skip_reading_prefix_cache
+
+
+@pytest.mark.parametrize(
+    ("params", "fields", "match"),
+    [
+        ({"dimensions": 8}, {}, "not trained"),
+        ({"dimensions": 33}, {"is_matryoshka": True}, "1 to 32"),
+        ({"dimensions": 0}, {"is_matryoshka": True}, "1 to 32"),
+        ({"dimensions": 9}, {"is_matryoshka": True, "matryoshka_dimensions": (8,)}, "one of 8"),
+        ({"dimensions": 8}, {"tasks": ("classify",)}, "for embeddings"),
+        ({"use_activation": 1}, {}, "true or false"),
+        ({"step_tag_id": "x"}, {}, "step_tag_id"),
+        ({"returned_token_ids": [0]}, {}, "with scores"),
+        ({"returned_token_ids": [2]}, {"tasks": ("token_classify",), "num_labels": 2}, "0 to 1"),
+    ],
+    ids=str,
+)
+def test_pooling_parameters_that_do_not_fit_the_model(params: Any, fields: Any, match: str) -> None:
+    with pytest.raises(ValidationError, match=match):
+        pooled([5], PoolingParams(**params), **fields)
+
+
+def test_all_dimensions_may_always_be_asked_for() -> None:
+    assert pooled([5], PoolingParams(task="embed", dimensions=32)).pooling_params.dimensions == 32

@@ -186,13 +186,25 @@ def test_splitting_is_that_of_transformers(tmp_path: Path, pre: str) -> None:
         assert ours.decode(ours.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_smollm_cuts_digits_one_by_one(tmp_path: Path) -> None:
-    path = vocabularies.byte_level_file(
-        tmp_path / "m.gguf", vocabularies.trained_byte_level(), "smollm"
-    )
+@pytest.mark.parametrize("pre", ["smollm", "refact", "command-r"])
+def test_digits_one_by_one(tmp_path: Path, pre: str) -> None:
+    path = vocabularies.byte_level_file(tmp_path / "m.gguf", vocabularies.trained_byte_level(), pre)
     backend = vocabularies.from_gguf(path)
     assert backend.encode("1234").tokens == ["1", "2", "3", "4"]
     assert backend.encode("a 12").tokens[-3:] == ["Ġ", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("gpt-4o", ["Camel", "Case", "ĠDON'T", "Ġ", "123", "45", "Ġx"]),
+        ("dbrx", ["CamelCase", "ĠDON", "'T", "Ġ", "123", "45", "Ġx"]),
+    ],
+)
+def test_cutting_by_the_rules_of_tiktoken(tmp_path: Path, pre: str, expected: list[str]) -> None:
+    path = vocabularies.byte_level_file(tmp_path / "m.gguf", vocabularies.trained_byte_level(), pre)
+    pieces = vocabularies.from_gguf(path).pre_tokenizer.pre_tokenize_str("CamelCase DON'T 12345 x")
+    assert [piece for piece, _ in pieces] == expected
 
 
 def test_default_cuts_digits_in_threes(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from jubako.errors import ConfigError
 from jubako.kernels.paged_kv import PagedKV
 from jubako.kernels.reference import gather
 from jubako.kernels.reference.attention import paged_attention
+from jubako.kernels.reference.chunked_local import cut_at_chunks
 from jubako.kernels.reference.kv_write import reshape_and_cache
 
 from .paging import make_metadata, scrambled_tables
@@ -67,7 +69,12 @@ class Case:
                 page_view[:, 0], page_view[:, 1] = key[p], value[p]
 
     def run(
-        self, scale: float = 0.3, window: int | None = None, cap: float | None = None
+        self,
+        scale: float = 0.3,
+        window: int | None = None,
+        cap: float | None = None,
+        chunk: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         new = [slice(s - q, s) for q, s in zip(self.query_lens, self.seq_lens)]
         key = torch.cat([k[part] for k, part in zip(self.keys, new)])
@@ -82,10 +89,17 @@ class Case:
             scale=scale,
             sliding_window=window,
             logits_soft_cap=cap,
+            attention_chunk_size=chunk,
+            sinks=sinks,
         )
 
     def dense(
-        self, scale: float = 0.3, window: int | None = None, cap: float | None = None
+        self,
+        scale: float = 0.3,
+        window: int | None = None,
+        cap: float | None = None,
+        chunk: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         outs = []
         queries = self.query.double().split(self.query_lens)
@@ -101,11 +115,17 @@ class Case:
             visible = j <= a
             if window is not None:
                 visible &= j > a - window
+            if chunk is not None:
+                visible &= j // chunk == a // chunk
             scores = scores.masked_fill(~visible, -math.inf)
-            outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+            if sinks is not None:
+                column = sinks.double()[:, None, None].expand(-1, len(q), 1)
+                scores = torch.cat([scores, column], dim=-1)
+            weights = scores.softmax(-1)[..., : len(key)]
+            outs.append(torch.einsum("hqk,khd->qhd", weights, v))
         return torch.cat(outs)
 
-    def check(self, **settings: float | int | None) -> None:
+    def check(self, **settings: Any) -> None:
         got = self.run(**settings)
         assert got.dtype == self.query.dtype
         error = (got.double() - self.dense(**settings)).abs().max().item()
@@ -138,6 +158,77 @@ def test_equals_dense(rows: list[tuple[int, int]], window: int | None) -> None:
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_soft_cap(rows: list[tuple[int, int]], window: int | None) -> None:
     Case(rows).check(scale=4.0, cap=3.0, window=window)
+
+
+SINKS = torch.tensor([-30.0, 0.5, 3.0, 40.0])
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 40])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_sink_logits(rows: list[tuple[int, int]], window: int | None) -> None:
+    Case(rows).check(scale=2.0, window=window, sinks=SINKS)
+    Case(rows, kv_heads=4).check(scale=2.0, window=window, sinks=SINKS)
+    Case(rows, kv_heads=1).check(scale=2.0, window=window, sinks=SINKS, cap=3.0)
+
+
+def test_a_high_sink_takes_all_the_weight() -> None:
+    out = Case(ROWS["mixed"]).run(sinks=torch.tensor([-100.0, -100.0, 0.0, 100.0]))
+    plain = Case(ROWS["mixed"]).run()
+    assert torch.allclose(out[:, :2], plain[:, :2], atol=1e-5)
+    assert not torch.allclose(out[:, 2], plain[:, 2], atol=1e-2)
+    assert (out[:, 3].abs() < 1e-6).all()
+
+
+CHUNKED = {
+    "at the borders": [(1, 4), (1, 5), (1, 8), (1, 9), (4, 8), (5, 8), (5, 9), (8, 8), (9, 9)],
+    "cut twice": [(5, 11), (1, 9), (6, 6)],
+}
+
+
+@pytest.mark.parametrize("chunk", [4, 8, 32, 64, 1000])
+@pytest.mark.parametrize("rows", [*ROWS.values(), *CHUNKED.values()], ids=[*ROWS, *CHUNKED])
+def test_chunked_local(rows: list[tuple[int, int]], chunk: int) -> None:
+    Case(rows).check(chunk=chunk)
+    Case(rows, block_size=2).check(chunk=chunk, sinks=SINKS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(0, 60)).map(lambda t: (t[0], t[0] + t[1])),
+        min_size=1,
+        max_size=6,
+    ),
+    blocks=st.integers(1, 9),
+    block_size=st.sampled_from([1, 3, 4, 8]),
+    seed=st.integers(0, 1000),
+)
+def test_chunked_local_in_any_mixture(
+    rows: list[tuple[int, int]], blocks: int, block_size: int, seed: int
+) -> None:
+    Case(rows, block_size=block_size, seed=seed).check(chunk=blocks * block_size)
+
+
+def test_chunks_become_requests() -> None:
+    case = Case(CHUNKED["cut twice"], block_size=2)
+    cut = cut_at_chunks(case.metadata, 2, 4)
+    assert np.diff(cut.query_start_loc_cpu).tolist() == [2, 3, 1, 4, 2]
+    assert cut.seq_lens_cpu.tolist() == [4, 3, 1, 4, 2]
+    table = case.metadata.block_table_cpu
+    want = [table[0, 2:4], table[0, 4:6], table[1, 4:5], table[2, 0:2], table[2, 2:3]]
+    for row, blocks, length in zip(cut.block_table_cpu, want, cut.seq_lens_cpu):
+        count = -(-int(length) // 2)
+        assert row[:count].tolist() == blocks[:count].tolist()
+
+
+def test_chunked_local_does_not_read_earlier_chunks() -> None:
+    """Their blocks may be somebody else's by now."""
+    case = Case([(3, 38), (1, 17)])
+    table = case.metadata.block_table_cpu
+    for row, first in ((0, 32), (1, 16)):
+        case.kv.pages[torch.from_numpy(table[row, : first // 4]).long()] = math.nan
+        table[row, : first // 4] = 1_000_000
+    case.check(chunk=16)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1), (1, 1), (3, 3)])

@@ -12,7 +12,7 @@ from jubako.errors import ConfigError
 from jubako.kernels import registry
 from jubako.kernels.reference.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from jubako.kernels.reference.linear import linear
-from jubako.kernels.reference.norm import BLOCK_ELEMENTS, qk_norm_rope, rms_norm
+from jubako.kernels.reference.norm import BLOCK_ELEMENTS, layer_norm, qk_norm_rope, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = [1, 3, 2 * (BLOCK_ELEMENTS // 64) + 5]
@@ -47,26 +47,49 @@ def test_rms_norm_of_zeros_is_zero(dtype: torch.dtype) -> None:
     assert not rms_norm(torch.zeros(2, 8, dtype=dtype), torch.ones(8), 1e-6).any()
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_rounds_once(dtype: torch.dtype, tokens: int, biased: bool) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(tokens, 64) * 3 + 2).to(dtype)
+    weight, bias = 1 + torch.randn(64), torch.randn(64) if biased else None
+    before = x.clone()
+    got = layer_norm(x, weight, bias, 1e-5)
+    y = x.double() - x.double().mean(-1, keepdim=True)
+    want = norm64(y, weight, 1e-5) + (0 if bias is None else bias.double())
+    assert got.dtype is dtype
+    assert torch.equal(x, before)
+    assert ((got.double() - want).abs() <= want.abs() * rounding(dtype) + 4e-6).all()
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
-def test_qk_norm_rope_turns_pairs(dtype: torch.dtype, tokens: int, normed: bool) -> None:
+@pytest.mark.parametrize("turned", [16, 12])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_qk_norm_rope_turns_pairs(
+    dtype: torch.dtype, tokens: int, normed: bool, turned: int, interleaved: bool
+) -> None:
     torch.manual_seed(0)
     heads, size = 3, 16
     qkv = torch.randn(tokens, heads + 2, size).to(dtype)
     qk = qkv[:, :heads]
-    angles = torch.rand(tokens, size // 2) * 7
+    angles = torch.rand(tokens, turned // 2) * 7
     weight = torch.rand(heads, size) + 0.5 if normed else None
     cos = torch.cat((angles.cos(), angles.cos()), -1)[:, None]
     sin = torch.cat((-angles.sin(), angles.sin()), -1)[:, None]
     before = qkv.clone()
 
-    got = qk_norm_rope(qk, cos, sin, weight, 1e-6)
+    got = qk_norm_rope(qk, cos, sin, weight, 1e-6, interleaved)
 
     x = norm64(qk, weight, 1e-6) if weight is not None else qk.double()
-    pairs = torch.complex(x[..., : size // 2], x[..., size // 2 :])
-    turned = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)[:, None]
-    want = torch.cat((turned.real, turned.imag), -1)
+    first = torch.arange(turned // 2) * (2 if interleaved else 1)
+    second = first + (1 if interleaved else turned // 2)
+    pairs = torch.complex(x[..., first], x[..., second])
+    pairs = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)[:, None]
+    want = x.clone()
+    want[..., first], want[..., second] = pairs.real, pairs.imag
     assert got.dtype is dtype
     assert torch.equal(qkv, before)
     assert ((got.double() - want).abs() <= want.abs() * rounding(dtype) + 3e-6).all()

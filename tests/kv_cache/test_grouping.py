@@ -141,6 +141,20 @@ def test_states_are_padded():
     assert unified["m"] == replace(mamba(), page_size_padded=65536)
 
 
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_blocks_of_attention_grow_to_the_size_of_a_state(mode):
+    """Until a page is no smaller; kept states have their borders at the same tokens."""
+    state = replace(mamba(mode, block_size=16), shapes=((40_000,),))
+    unified = unify_kv_cache_spec_page_size({"f": HEADS_8, "s": HEADS_4, "m": state})
+    page = 3 * 65_536
+    assert {spec.page_size_bytes for spec in unified.values()} == {page}
+    assert {name: spec.block_size for name, spec in unified.items()} == {
+        "f": 48,
+        "s": 96,
+        "m": 16 if mode == "none" else 48,
+    }
+
+
 def test_chunks_must_begin_at_blocks():
     with pytest.raises(ConfigError, match=r"attention_chunk_size 6 is not a multiple .* size 4"):
         get_kv_cache_groups(HYBRID, layers(c=(2, chunked(6))))

@@ -7,11 +7,13 @@ import pytest
 from jubako.errors import ConfigError
 from jubako.kv_cache import FullAttentionSpec, MLAAttentionSpec
 from jubako.kv_cache.managers import get_manager_for_kv_cache_spec, spec_manager_map
+from jubako.kv_cache.sinks import sink_block_ids
 
 from .fakes import (
     ATTENTION,
     admit,
     chunked,
+    config_of,
     cross,
     full,
     hashed,
@@ -278,6 +280,17 @@ def test_sinks():
     assert m.get_computed_blocks(b)[0].get_block_ids() == ([3, 4],)
     assert m.usage == 0
     assert m.reset_prefix_cache()
+
+
+def test_a_worker_knows_which_blocks_are_sinks():
+    groups = [sink(8), full(), sink(12)]
+    m = make_manager(*groups, num_blocks=20)
+    taken = [
+        [b.block_id for b in getattr(manager, "sink_blocks", [])]
+        for manager in m.coordinator.single_type_managers
+    ]
+    known = sink_block_ids(config_of(groups, 20).kv_cache_groups)
+    assert taken == [list(ids) for ids in known] == [[1, 2], [], [3, 4, 5]]
 
 
 @pytest.mark.parametrize("sink_len", [None, 0, 3, 6])

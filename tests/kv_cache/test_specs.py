@@ -209,7 +209,10 @@ def test_uniform_spec():
 @pytest.mark.parametrize(
     ("specs", "uniform"),
     [
-        ([FULL, FULL_V64, SINK], True),
+        ([FULL, FULL_V64], True),
+        ([SINK, replace(SINK, num_kv_heads=4)], True),
+        ([FULL, SINK], False),
+        ([SINK, replace(SINK, sink_len=16)], False),
         ([FULL, WINDOW], False),
         ([FULL, FULL.copy_with_new_block_size(32)], False),
         ([CROSS, replace(CROSS, num_kv_heads=4)], True),

@@ -15,7 +15,7 @@ from jubako.layers.attention import Attention
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.forward_context import get_forward_context, set_forward_context
 from jubako.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from jubako.layers.norm import RMSNorm
+from jubako.layers.norm import LayerNorm, RMSNorm
 from jubako.layers.rotary import QKNormRope
 from tests.kernels.paging import make_metadata
 
@@ -114,7 +114,10 @@ class TestWeightTargets:
             "gate_proj.bias": (2,),
             "up_proj.weight": (5, 3),
             "up_proj.bias": (5,),
+            "gate_up_proj.weight": (7, 3),
+            "gate_up_proj.bias": (7,),
         }
+        assert targets["gate_up_proj.bias"].parts == ("gate_proj.bias", "up_proj.bias")
         gate, up = torch.rand(2, 3), torch.rand(5, 3)
         targets["up_proj.weight"].load(up)
         targets["gate_proj.weight"].load(gate)
@@ -127,7 +130,13 @@ class TestWeightTargets:
             "q_proj.weight": (12, 6),
             "k_proj.weight": (4, 6),
             "v_proj.weight": (4, 6),
+            "qkv_proj.weight": (20, 6),
         }
+
+    def test_layer_norm_with_and_without_bias(self) -> None:
+        for bias, names in ((True, ["norm.weight", "norm.bias"]), (False, ["norm.weight"])):
+            layer = LayerNorm(2, 1e-5, bias=bias)
+            assert [n for n, _ in layer.weight_targets("norm")] == names
 
     def test_plain_layers_keep_their_name(self) -> None:
         assert [n for n, _ in RowParallelLinear(2, 3).weight_targets("o_proj")] == ["o_proj.weight"]
@@ -151,6 +160,16 @@ class TestWeightTargets:
 def test_an_unknown_activation_is_named() -> None:
     with pytest.raises(UnsupportedModelError, match="'relu6'"):
         gated_activation("relu6")
+
+
+def test_scaled_logits() -> None:
+    embedding = VocabEmbedding(5, 3)
+    embedding.weight.data.normal_()
+    hidden = torch.randn(2, 3)
+    got = LMHead(5, 3, embedding, soft_cap=2.0, scale=0.25)(hidden)
+    torch.testing.assert_close(got, LMHead(5, 3, embedding, soft_cap=2.0)(hidden) * 0.25)
+    got = LMHead(5, 3, embedding, scale=0.25)(hidden)
+    torch.testing.assert_close(got, hidden @ embedding.weight.T * 0.25)
 
 
 def test_soft_capped_logits() -> None:

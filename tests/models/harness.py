@@ -13,7 +13,7 @@ import torch
 
 from jubako.config import JubakoConfig
 from jubako.layers.forward_context import set_forward_context
-from jubako.models.load import attention_layers, build_model
+from jubako.models.load import build_model, cache_layers
 from tests.kernels.paging import make_metadata
 
 
@@ -61,13 +61,12 @@ class PagedRunner:
         seed: int = 0,
     ) -> None:
         self.model = model
-        self.layers = attention_layers(model)
+        self.layers = cache_layers(model)
         self.block_size = block_size
         for layer in self.layers.values():
             page = layer.get_kv_cache_spec(block_size).page_size_bytes
-            layer.bind_kv_cache(torch.zeros(num_blocks, page, dtype=torch.int8))
-            assert layer.kv is not None
-            layer.kv.slabs.fill_(float("nan"))
+            # Bytes of ones only are NaN in every floating-point type.
+            layer.bind_kv_cache(torch.full((num_blocks, page), -1, dtype=torch.int8), block_size)
         self.free: list[int] = np.random.default_rng(seed).permutation(num_blocks).tolist()
         self.tables: list[list[int]] = [[] for _ in range(num_requests)]
         self.lengths = [0] * num_requests

@@ -9,7 +9,20 @@ import pytest
 import transformers
 
 from jubako.errors import CheckpointError, UnsupportedModelError
-from jubako.models import gemma3, llama, qwen2, qwen3
+from jubako.models import (
+    cohere2,
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    ministral3,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    stablelm,
+)
 from jubako.models.hf_config import FULL, SLIDING
 
 
@@ -21,7 +34,29 @@ def mistral_args(config: dict[str, Any]) -> llama.ModelArgs:
     return llama.ModelArgs.from_config(config, "MistralForCausalLM")
 
 
+def ministral_args(config: dict[str, Any]) -> llama.ModelArgs:
+    return llama.ModelArgs.from_config(config, "MinistralForCausalLM")
+
+
+def olmo2_args(config: dict[str, Any]) -> olmo2.ModelArgs:
+    return olmo2.ModelArgs.from_config(config, "Olmo2ForCausalLM")
+
+
+def olmo3_args(config: dict[str, Any]) -> olmo2.ModelArgs:
+    return olmo2.ModelArgs.from_config(config, "Olmo3ForCausalLM")
+
+
 FAMILIES: dict[str, tuple[Any, type]] = {
+    "cohere2": (cohere2.ModelArgs.from_config, transformers.Cohere2Config),
+    "gemma2": (gemma2.ModelArgs.from_config, transformers.Gemma2Config),
+    "granite": (granite.ModelArgs.from_config, transformers.GraniteConfig),
+    "ministral": (ministral_args, transformers.MinistralConfig),
+    "ministral3": (ministral3.ModelArgs.from_config, transformers.Ministral3Config),
+    "olmo2": (olmo2_args, transformers.Olmo2Config),
+    "olmo3": (olmo3_args, transformers.Olmo3Config),
+    "phi3": (phi3.ModelArgs.from_config, transformers.Phi3Config),
+    "smollm3": (smollm3.ModelArgs.from_config, transformers.SmolLM3Config),
+    "stablelm": (stablelm.ModelArgs.from_config, transformers.StableLmConfig),
     "gemma3": (gemma3.ModelArgs.from_config, transformers.Gemma3TextConfig),
     "llama": (llama_args, transformers.LlamaConfig),
     "mistral": (mistral_args, transformers.MistralConfig),
@@ -55,6 +90,12 @@ def test_what_is_left_out_has_transformers_default(family: str) -> None:
 )
 def test_reads_as_transformers_does(family: str, partial: dict[str, Any]) -> None:
     read, config_class = FAMILIES[family]
+    if family == "olmo3" and "rope_theta" in partial:
+        pytest.skip("transformers gives the base to some layers only; see TestOlmo3")
+    if family == "phi3" and partial.get("rope_scaling"):
+        pytest.skip("transformers knows only longrope here; see TestPhi3")
+    if family == "stablelm" and "head_dim" in partial:
+        pytest.skip("no model can have it; it is refused")
     understood = config_class(
         **{k: dict(v) if isinstance(v, dict) else v for k, v in partial.items()}
     )
@@ -144,6 +185,120 @@ class TestGemma3:
             gemma3.ModelArgs.from_config({"use_bidirectional_attention": True})
 
 
+class TestGemma2:
+    def test_a_cap_that_is_null_is_none(self) -> None:
+        args = gemma2.ModelArgs.from_config({"attn_logit_softcapping": None})
+        assert args.attn_logit_softcapping is None
+        assert args.final_logit_softcapping == 30.0
+
+    def test_embedding_models_are_refused(self) -> None:
+        with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention"):
+            gemma2.ModelArgs.from_config({"use_bidirectional_attention": True})
+
+
+class TestPhi3:
+    def test_longrope_in_all_its_styles(self) -> None:
+        factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+        lengths = {"max_position_embeddings": 131_072, "original_max_position_embeddings": 4096}
+        old = {**lengths, "rope_theta": 5000.0, "rope_scaling": {"type": "su", **factors}}
+        new = transformers.Phi3Config(
+            **lengths, rope_parameters={"rope_type": "longrope", "rope_theta": 5000.0, **factors}
+        )
+        rope = phi3.ModelArgs.from_config(old).rope
+        assert rope == phi3.ModelArgs.from_config(new.to_dict()).rope
+        assert (rope.rope_type, rope.theta) == ("longrope", 5000.0)
+        assert rope.scaling["original_max_position_embeddings"] == 4096
+
+    def test_a_part_of_each_head(self) -> None:
+        args = phi3.ModelArgs.from_config({"partial_rotary_factor": 0.75})
+        understood = transformers.Phi3Config(partial_rotary_factor=0.75)
+        assert args == phi3.ModelArgs.from_config(understood.to_dict())
+        assert args.rope.scaling["partial_rotary_factor"] == 0.75
+
+
+class TestOlmo3:
+    def test_one_base_for_all_layers_and_scaling_for_those_that_see_everything(self) -> None:
+        yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+        args = olmo3_args({"rope_theta": 3e5, "rope_scaling": yarn})
+        assert (args.rope[FULL].theta, args.rope[SLIDING].theta) == (3e5, 3e5)
+        assert (args.rope[FULL].rope_type, args.rope[SLIDING].rope_type) == ("yarn", "default")
+
+    def test_three_of_four_layers_have_a_window(self) -> None:
+        assert olmo3_args({"num_hidden_layers": 5}).layer_types == [
+            SLIDING, SLIDING, SLIDING, FULL, SLIDING,
+        ]  # fmt: skip
+
+
+class TestSmolLM3:
+    def test_layers_without_positions(self) -> None:
+        read = smollm3.ModelArgs.from_config
+        assert read({"num_hidden_layers": 5}).rotates == [True, True, True, False, True]
+        args = read(
+            {
+                "num_hidden_layers": 2,
+                "no_rope_layers": [0, 1],
+                "use_sliding_window": True,
+                "sliding_window": 9,
+            }
+        )
+        assert args.rotates == [False, True]
+        assert args.layer_types == [SLIDING, FULL]
+
+    @pytest.mark.parametrize("entry", [[1], [1, 2], "x"])
+    def test_entries_must_fit(self, entry: Any) -> None:
+        with pytest.raises(CheckpointError, match="no_rope_layers"):
+            smollm3.ModelArgs.from_config({"num_hidden_layers": 2, "no_rope_layers": entry})
+
+
+def test_stablelm_turns_a_quarter_of_a_head_unless_told() -> None:
+    read = stablelm.ModelArgs.from_config
+    assert read({}).rope.scaling["partial_rotary_factor"] == 0.25
+    assert read({"partial_rotary_factor": 0.5}).rope.scaling["partial_rotary_factor"] == 0.5
+    nested = {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}
+    assert read(nested).rope.scaling["partial_rotary_factor"] == 1.0
+
+
+def test_stablelm_refuses_norms_of_heads() -> None:
+    with pytest.raises(UnsupportedModelError, match="qk_layernorm"):
+        stablelm.ModelArgs.from_config({"qk_layernorm": True})
+    with pytest.raises(UnsupportedModelError, match="head_dim=48"):
+        stablelm.ModelArgs.from_config({"head_dim": 48})
+
+
+def test_cohere2_layer_types_from_a_pattern() -> None:
+    args = cohere2.ModelArgs.from_config({"num_hidden_layers": 4, "sliding_window_pattern": 2})
+    understood = transformers.Cohere2Config(num_hidden_layers=4, sliding_window_pattern=2)
+    assert args.layer_types == understood.layer_types == [SLIDING, FULL, SLIDING, FULL]
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("use_qk_norm", True),
+        ("use_parallel_block", False),
+        ("use_gated_activation", False),
+        ("rotary_pct", 0.5),
+    ],
+)
+def test_cohere2_forms_that_are_not_known_are_refused(name: str, entry: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{name} = {entry}"):
+        cohere2.ModelArgs.from_config({name: entry})
+
+
+@pytest.mark.parametrize("read", [mistral_args, ministral_args, smollm3.ModelArgs.from_config])
+def test_layers_with_a_window_need_one(read: Any) -> None:
+    entries = {"num_hidden_layers": 1, "layer_types": [SLIDING], "sliding_window": None}
+    with pytest.raises(UnsupportedModelError, match="no sliding_window is in use"):
+        read(entries)
+
+
+@pytest.mark.parametrize("read", [mistral_args, ministral_args])
+def test_mistral_windows_in_some_layers(read: Any) -> None:
+    types = [FULL, SLIDING]
+    args = read({"num_hidden_layers": 2, "layer_types": types, "sliding_window": 7})
+    assert (args.layer_types, args.sliding_window) == (types, 7)
+
+
 @pytest.mark.parametrize("read", [gemma3.ModelArgs.from_config, qwen3.ModelArgs.from_config])
 def test_layer_types_must_fit(read: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="names 1 layer_types for 2 layers"):
@@ -181,6 +336,8 @@ def test_an_entry_of_the_wrong_kind_is_named_with_its_value(
     family: str, name: str, entry: Any
 ) -> None:
     read, _ = FAMILIES[family]
+    if family in ("cohere2", "stablelm"):
+        name = name.replace("rms_norm_eps", "layer_norm_eps")
     with pytest.raises(CheckpointError) as caught:
         read({name: entry})
     assert name in str(caught.value)

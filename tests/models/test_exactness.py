@@ -19,6 +19,15 @@ WINDOWED = [
     "mistral",
     "qwen2 windows, yarn rope",
     "qwen3 windows",
+    "gemma2",
+    "gemma2 tied, without caps",
+    "ministral",
+    "phi3",
+    "olmo3",
+    "smollm3 windows, yarn rope",
+    "cohere2",
+    "gpt-oss",
+    "mixtral, window, three of four",
 ]
 
 every_model = pytest.mark.parametrize("name", CONFIGS)
@@ -131,15 +140,16 @@ def test_greedy_tokens(name: str) -> None:
 
 @every_model
 def test_bfloat16_is_as_close_as_transformers(name: str) -> None:
+    """At the median token: rounding may flip the choice of an expert for any single one."""
     reference, _ = pair(name)
     tokens = prompt(60)
     exact = logits_of(reference, tokens)
     rounded = reference_model(name).to(torch.bfloat16)
-    theirs = (logits_of(rounded, tokens).float() - exact).square().mean().sqrt()
+    theirs = (logits_of(rounded, tokens).float() - exact).square().mean(-1).sqrt().median()
     model = from_transformers(reference, "bfloat16")
     runner = PagedRunner(model)
     logits = torch.cat([runner.step({0: part})[0] for part in (tokens[:40], tokens[40:])])
-    ours = (logits.float() - exact).square().mean().sqrt()
+    ours = (logits.float() - exact).square().mean(-1).sqrt().median()
     assert ours <= 1.3 * theirs
 
 

@@ -16,11 +16,13 @@ from safetensors.torch import save_file
 
 from jubako.checkpoint.info import Checkpoint, open_checkpoint
 from jubako.errors import CheckpointError, UnsupportedModelError
+from jubako.models.load import load_model
 from jubako.models.loader import gguf_weights, load_weights
 from jubako.models.loader.dequantize import BLOCKS, dequantize
 from jubako.models.loader.safetensors_weights import safetensors_weights
 from tests.checkpoint.gguf_files import ARCHITECTURES, tiny_model, write_model
 from tests.checkpoint.test_gguf_config import minimal
+from tests.models.harness import PagedRunner, make_config
 
 
 def load(
@@ -114,6 +116,22 @@ def test_same_tensors_from_both_formats(tmp_path: Path, architecture: str, kind:
             torch.testing.assert_close(file[name], weight, rtol=0, atol=2e-7)
         else:
             assert torch.equal(file[name], weight), name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_file_answers_as_the_original(tmp_path: Path, architecture: str) -> None:
+    model = tiny_model(architecture)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.4)  # else softmaxes have one value, and rounding decides which
+    write_model(tmp_path / "m.gguf", model, architecture)
+    checkpoint = open_checkpoint(str(tmp_path))
+    ours = load_model(make_config(checkpoint.hf_config), checkpoint, torch.device("cpu"))
+    tokens = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = model(tokens[None]).logits[0]
+    got = PagedRunner(ours).step({0: tokens.tolist()})[0]
+    assert (got - want).abs().max() < 1e-4 * want.abs().max().clamp(min=1)
 
 
 def test_gemma_norms_are_bit_equal_in_bfloat16(tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from jubako.errors import CheckpointError, UnsupportedModelError
-from jubako.models.load import attention_layers, build_model, load_model
+from jubako.models.load import build_model, cache_layers, load_model
 from jubako.models.registry import get_model_class, supported_architectures
 
 from .harness import PagedRunner, from_transformers, hf_config_of, make_config
 from .tiny import CONFIGS, MIXED, SIZES, reference_model
 
 Weights = dict[str, torch.Tensor]
+
+KEPT_IN_FLOAT32 = {"a_log", "d", "dt_bias", "correction_bias"}
+"""Parameters that are few, and whose errors add up."""
 
 every_model = pytest.mark.parametrize("name", CONFIGS)
 
@@ -81,7 +84,8 @@ def test_parameters_have_the_dtype_and_no_gradient(name: str, dtype: str) -> Non
     model = empty_model(reference_model(name), dtype)
     for path, parameter in model.named_parameters():
         assert not parameter.requires_grad
-        assert parameter.dtype is (torch.float32 if "norm" in path else getattr(torch, dtype)), path
+        exact = "norm" in path or path.rpartition(".")[2] in KEPT_IN_FLOAT32
+        assert parameter.dtype is (torch.float32 if exact else getattr(torch, dtype)), path
     assert not model.training
 
 
@@ -104,6 +108,17 @@ def test_an_extra_tensor_is_named(extra: str) -> None:
     reference = reference_model("llama")
     weights = {**reference.state_dict(), extra: torch.zeros(1)}
     with pytest.raises(UnsupportedModelError, match=extra.replace(".", r"\.")):
+        empty_model(reference).load_weights(weights.items())
+
+
+def test_a_bias_of_zeros_may_be_extra_and_no_other() -> None:
+    reference = reference_model("llama")
+    name = "model.layers.0.self_attn.q_proj"
+    bias = torch.zeros(len(reference.state_dict()[f"{name}.weight"]))
+    weights = {**reference.state_dict(), f"{name}.bias": bias}
+    assert f"{name}.bias" not in empty_model(reference).load_weights(weights.items())
+    bias[-1] = 1e-9
+    with pytest.raises(UnsupportedModelError, match=r"q_proj\.bias"):
         empty_model(reference).load_weights(weights.items())
 
 
@@ -132,6 +147,63 @@ def test_a_tensor_may_not_come_twice() -> None:
     weights = list(reference.state_dict().items())
     with pytest.raises(CheckpointError, match="twice"):
         empty_model(reference).load_weights([*weights, weights[3]])
+
+
+def joined(weights: Weights) -> Weights:
+    """As checkpoints that have projections of one input in one tensor."""
+    out = dict(weights)
+    for name in weights:
+        for first, others, whole in (
+            ("q_proj", ("k_proj", "v_proj"), "qkv_proj"),
+            ("gate_proj", ("up_proj",), "gate_up_proj"),
+        ):
+            if f".{first}." in name:
+                names = [name, *(name.replace(first, other) for other in others)]
+                out[name.replace(first, whole)] = torch.cat([out.pop(n) for n in names])
+    return out
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied, biased, llama3 rope", "qwen2", "gemma2"])
+def test_projections_may_be_in_one_tensor(name: str) -> None:
+    reference = reference_model(name)
+    weights = joined(reference.state_dict())
+    model = empty_model(reference)
+    model.load_weights(weights.items())
+    assert_equal(parameters(model), parameters(from_transformers(reference)))
+    weights["model.layers.1.self_attn.qkv_proj.weight"] = torch.zeros(3)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.qkv_proj.*has shape \[3\]"):
+        empty_model(reference).load_weights(weights.items())
+    del weights["model.layers.1.self_attn.qkv_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj.weight' and 2 more"):
+        empty_model(reference).load_weights(weights.items())
+
+
+def test_projections_may_be_apart() -> None:
+    reference = reference_model("phi3")
+    weights: Weights = {}
+    for name, tensor in reference.state_dict().items():
+        if ".qkv_proj." in name:
+            for part, rows in zip(("q_proj", "k_proj", "v_proj"), tensor.split((64, 32, 32))):
+                weights[name.replace("qkv_proj", part)] = rows
+        elif ".gate_up_proj." in name:
+            for part, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2)):
+                weights[name.replace("gate_up_proj", part)] = rows
+        else:
+            weights[name] = tensor
+    model = empty_model(reference)
+    model.load_weights(weights.items())
+    assert_equal(parameters(model), parameters(from_transformers(reference)))
+
+
+@pytest.mark.parametrize("first", ["whole", "parts"])
+def test_projections_may_not_come_both_ways(first: str) -> None:
+    weights = reference_model("llama").state_dict()
+    both = [joined(weights), weights]
+    pairs = [pair for form in (both if first == "whole" else both[::-1]) for pair in form.items()]
+    seen: set[str] = set()
+    unique = [pair for pair in pairs if not (pair[0] in seen or seen.add(pair[0]))]  # type: ignore[func-returns-value]
+    with pytest.raises(CheckpointError, match=r"twice"):
+        empty_model(reference_model("llama")).load_weights(unique)
 
 
 def test_rotary_caches_are_ignored() -> None:
@@ -229,7 +301,7 @@ class TestLoadModel:
 
     def test_layers_have_unique_names(self) -> None:
         model = empty_model(reference_model("gemma3"))
-        layers = attention_layers(model)
+        layers = cache_layers(model)
         assert list(layers) == [f"model.layers.{i}.self_attn.attn" for i in range(4)]
         assert [layer.sliding_window for layer in layers.values()] == [10, 10, None, 10]
 

@@ -112,7 +112,10 @@ def reference_model(name: str) -> Any:
     torch.manual_seed(0)
     model = model_class(config())
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for path, parameter in model.named_parameters():
+            if parameter.dim() == 1 or path.endswith("A_log"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # of a router; zeros would not show
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     return model.eval()

@@ -332,7 +332,7 @@ def test_json_with_a_charset_is_fine(server: Served) -> None:
 def test_unknown_paths_and_methods_have_the_same_shape(server: Served) -> None:
     with server.client() as client:
         check_error(client.get("/nope"), 404, "not_found")
-        check_error(client.post("/v1/embeddings", json={}), 404, "not_found")
+        check_error(client.post("/v1/nope", json={}), 404, "not_found")
         check_error(client.post("/reset_prefix_cache", json={}), 404, "not_found")
         response = client.get(COMPLETIONS)
         check_error(response, 405, "method_not_allowed")

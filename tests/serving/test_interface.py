@@ -30,11 +30,17 @@ def test_methods_take_the_same_arguments(name: str) -> None:
         assert real[argument].default is not inspect.Parameter.empty, argument
 
 
+def gives_a_generator(function: Any) -> bool:
+    """Whether a call makes an asynchronous generator, here or further in."""
+    named = str(inspect.signature(function).return_annotation).startswith("AsyncGenerator")
+    return named and not inspect.iscoroutinefunction(function)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_are_coroutines_where_the_real_ones_are(name: str) -> None:
     real, fake = getattr(AsyncLLM, name), getattr(FakeAsyncLLM, name)
     assert inspect.iscoroutinefunction(real) == inspect.iscoroutinefunction(fake)
-    assert inspect.isasyncgenfunction(real) == inspect.isasyncgenfunction(fake)
+    assert gives_a_generator(real) == gives_a_generator(fake)
 
 
 def test_what_is_looked_up_exists() -> None:

@@ -36,7 +36,9 @@ ENGINE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return oracle.make_model("llama", tmp_path_factory.mktemp("serving") / "tiny-llama")
+    folder = tmp_path_factory.mktemp("serving") / "tiny-llama"
+    oracle.make_model("llama", folder)
+    return folder
 
 
 class Server:
@@ -120,7 +122,7 @@ def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never happened")
 
 
-PROMPTS = oracle.make_prompts(6, 3, 200, oracle.VOCAB, seed=3)
+PROMPTS = oracle.make_prompts([42, 3, 200, 81, 121, 160], oracle.VOCAB, seed=3)
 GREEDY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 

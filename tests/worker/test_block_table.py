@@ -145,3 +145,48 @@ def test_no_common_kernel_block_size_is_an_error() -> None:
 def test_a_kernel_size_that_does_not_divide_is_an_error() -> None:
     with pytest.raises(ValueError, match="does not divide"):
         BlockTable(48, 1, 1, 64, kernel_block_size=32)
+
+
+class TestSinks:
+    """Rows begin with the blocks of sink tokens, which stand before position 0."""
+
+    def test_every_row_begins_with_them(self) -> None:
+        table = BlockTable(8, 3, 3, 64, sink_blocks=[1, 2])
+        assert table.num_sink_tokens == 16
+        table.add_row([6, 4], 0)
+        table.append_row([9], 0)
+        assert table.row(0).tolist() == [1, 2, 6, 4, 9]
+        assert table.row(1).tolist() == [1, 2]
+        assert slots(table, [0, 0, 0], [0, 9, 17]) == [48, 33, 73]
+
+    def test_rows_keep_them_when_they_move(self) -> None:
+        table = BlockTable(8, 3, 3, 64, sink_blocks=[1])
+        table.add_row([5, 6], 0)
+        table.move_row(0, 2)
+        assert [table.row(row).tolist() for row in range(3)] == [[1], [1], [1, 5, 6]]
+        table.add_row([7], 0)
+        table.swap_row(0, 2)
+        assert [table.row(row).tolist() for row in range(3)] == [[1, 5, 6], [1], [1, 7]]
+        table.clear_row(0)
+        assert table.row(0).tolist() == [1]
+
+    def test_the_longest_row_still_fits(self) -> None:
+        table = BlockTable(8, 1, 3, 64, sink_blocks=[1, 2])
+        table.add_row([3, 4, 5], 0)
+        with pytest.raises(AssertionError):
+            table.append_row([6], 0)
+
+    def test_they_are_split_like_others(self) -> None:
+        table = BlockTable(32, 1, 1, 64, kernel_block_size=16, sink_blocks=[1])
+        table.add_row([4], 0)
+        assert table.row(0).tolist() == [2, 3, 8, 9]
+        assert slots(table, [0], [17]) == [9 * 16 + 1]
+
+    def test_groups_have_their_own(self) -> None:
+        tables = MultiGroupBlockTable.build([8, 8], [8, 8], 2, 16, 64, sink_blocks=[[], [1, 2]])
+        tables.add_row([[5], [6]], 0)
+        assert [table.row(0).tolist() for table in tables] == [[5], [1, 2, 6]]
+
+    def test_ranks_that_share_a_context_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="Sink tokens"):
+            BlockTable(8, 1, 3, 64, context_parallel=ContextParallel(2), sink_blocks=[1])

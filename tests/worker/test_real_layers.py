@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jubako.kv_cache.sizing import get_kv_cache_configs
-from jubako.models.load import attention_layers, build_model
+from jubako.models.load import build_model, cache_layers
 from jubako.sampling_params import SamplingParams
 from jubako.worker.model_runner import ModelRunner
 from tests.worker.driver import Driver, Job
@@ -61,7 +61,7 @@ def make_real_runner(model: torch.nn.Module) -> tuple[ModelRunner, list]:
         cache_config={"num_gpu_blocks_override": NUM_BLOCKS},
     )
     runner = ModelRunner(config, torch.device("cpu"))
-    runner.use_model(model, attention_layers(model))
+    runner.use_model(model, cache_layers(model))
     [kv_config] = get_kv_cache_configs(config, [runner.get_kv_cache_spec()], [1 << 24])
     runner.initialize_kv_cache(kv_config)
     for buffer in runner.kv_buffers:

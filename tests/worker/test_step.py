@@ -187,7 +187,7 @@ def test_after_each_step_the_batch_mirrors_the_plan(seed: int) -> None:
 )
 def test_requests_that_are_not_built_are_refused(changes: dict) -> None:
     runner = simple_runner()
-    with pytest.raises(NotImplementedFeatureError, match="Only text generation"):
+    with pytest.raises(NotImplementedFeatureError, match="Only token ids"):
         runner.execute_model(plan({"a": 2}, scheduled_new_reqs=[new("a", [1, 2], [1], **changes)]))
 
 

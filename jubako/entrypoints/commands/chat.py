@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
 
 from jubako.entrypoints.commands.engine_options import add_engine_arguments, engine_config
 from jubako.entrypoints.commands.sampling_options import (
@@ -13,6 +13,7 @@ from jubako.entrypoints.commands.sampling_options import (
     sampling_params,
 )
 from jubako.errors import UnsupportedModelError, ValidationError
+from jubako.outputs import RequestOutput
 from jubako.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Conversation:
         try:
             finished = False
             while not finished:
-                for output in self._engine.step():
+                for output in cast(list[RequestOutput], self._engine.step()):
                     if output.request_id != request_id:
                         # The rest of an answer that was stopped.
                         continue

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from jubako.entrypoints.commands.engine_options import add_engine_arguments, engine_config
 from jubako.entrypoints.commands.sampling_options import (
@@ -103,7 +103,7 @@ def _generate(
             code = 1
             writer.refuse(i, prompt, error)
     while open_requests:
-        for output in engine.step():
+        for output in cast(list[RequestOutput], engine.step()):
             open_requests -= output.finished
             writer.add(int(output.request_id), output)
     writer.end()

@@ -24,6 +24,19 @@ from jubako.entrypoints.server.gate import Gate, request_id_of
 from jubako.entrypoints.server.generation import check_model
 from jubako.entrypoints.server.http_metrics import HTTPMetrics
 from jubako.entrypoints.server.openapi import openapi_document
+from jubako.entrypoints.server.pooling import (
+    AnyPoolingExchange,
+    ClassificationExchange,
+    EmbeddingExchange,
+    PoolingExchange,
+)
+from jubako.entrypoints.server.pooling_protocol import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from jubako.entrypoints.server.prompts import encode, normalise_messages, render_chat
 from jubako.entrypoints.server.protocol import (
     ChatCompletionRequest,
@@ -35,6 +48,7 @@ from jubako.entrypoints.server.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from jubako.entrypoints.server.scoring import RerankExchange, ScoreExchange
 from jubako.entrypoints.server.state import ServerState
 from jubako.errors import JubakoError, ValidationError
 
@@ -63,6 +77,7 @@ def build_app(state: ServerState, registry: CollectorRegistry) -> ASGIApp:
     )
     app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
     _add_generation(app, state)
+    _add_pooling(app, state)
     _add_models(app, state)
     _add_tokenizer(app, state)
     _add_housekeeping(app, state, registry)
@@ -139,6 +154,53 @@ async def _generate(
     finally:
         if not streaming:
             release()
+
+
+# -- vectors and scores -----------------------------------------------------------------------
+
+
+def _add_pooling(app: FastAPI, state: ServerState) -> None:
+    @app.post("/v1/embeddings")
+    async def create_embedding(request: Request) -> Response:
+        record, headers = await _read(state, request, EmbeddingRequest)
+        return await _pool(
+            request, EmbeddingExchange(state, record, request_id_of(request)), headers
+        )
+
+    @app.post("/pooling")
+    async def pooling(request: Request) -> Response:
+        record, headers = await _read(state, request, PoolingRequest)
+        exchange = AnyPoolingExchange(state, record, request_id_of(request))
+        return await _pool(request, exchange, headers)
+
+    @app.post("/classify")
+    async def classify(request: Request) -> Response:
+        record, headers = await _read(state, request, ClassificationRequest)
+        exchange = ClassificationExchange(state, record, request_id_of(request))
+        return await _pool(request, exchange, headers)
+
+    @app.post("/v1/score", operation_id="score_v1")
+    @app.post("/score", operation_id="score")
+    async def score(request: Request) -> Response:
+        record, headers = await _read(state, request, ScoreRequest)
+        return await _pool(request, ScoreExchange(state, record, request_id_of(request)), headers)
+
+    @app.post("/v2/rerank", operation_id="rerank_v2")
+    @app.post("/v1/rerank", operation_id="rerank_v1")
+    @app.post("/rerank", operation_id="rerank")
+    async def rerank(request: Request) -> Response:
+        record, headers = await _read(state, request, RerankRequest)
+        return await _pool(request, RerankExchange(state, record, request_id_of(request)), headers)
+
+
+async def _pool(request: Request, exchange: PoolingExchange, headers: dict[str, str]) -> Response:
+    await until_disconnect(request.receive, exchange.prepare())
+    release = exchange.admit()
+    try:
+        answer = await until_disconnect(request.receive, exchange.answer())
+        return json_response(answer, headers)
+    finally:
+        release()
 
 
 # -- models -----------------------------------------------------------------------------------

@@ -13,12 +13,14 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from jubako.entrypoints.server.errors import ServerError
+from jubako.entrypoints.server.pooling_protocol import POOLING_NOT_BUILT
 from jubako.entrypoints.server.protocol import NO_EFFECT, NOT_BUILT
 from jubako.entrypoints.server.state import BodyBudget
 from jubako.errors import ValidationError
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 
+_NOT_BUILT = NOT_BUILT | POOLING_NOT_BUILT
 _SHOWN_CHARACTERS = 60
 _TYPE_NAMES = {
     "int": "an integer",
@@ -112,7 +114,7 @@ def decode(body: bytes, record: type[Record]) -> tuple[Record, list[str]]:
     """
     value = parse_object(body)
     unknown: list[str] = []
-    not_built = NOT_BUILT[record]
+    not_built = _NOT_BUILT[record]
     for name, given in value.items():
         if name in record.__struct_fields__ or name in NO_EFFECT:
             continue

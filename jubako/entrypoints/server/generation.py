@@ -74,6 +74,13 @@ def sampling_params(
 def check_common(state: ServerState, request: GenerationRequest) -> None:
     """What holds for both interfaces, beyond the types of the fields."""
     check_model(state, request.model)
+    supported = state.engine.ready.supported_tasks
+    if "generate" not in supported:
+        raise ValidationError(
+            f"The model {state.model_name!r} writes no text; it supports {', '.join(supported)}.",
+            "model",
+            code="unsupported_task",
+        )
     if request.stream_options is not None and not request.stream:
         raise ValidationError("stream_options needs stream=true.", "stream_options")
     if request.stream and request.prompt_logprobs not in (None, 0):

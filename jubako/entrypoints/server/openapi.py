@@ -9,6 +9,18 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from jubako.entrypoints.server.errors import ErrorResponse
+from jubako.entrypoints.server.pooling_protocol import (
+    ClassificationRequest,
+    ClassificationResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    PoolingRequest,
+    PoolingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
 from jubako.entrypoints.server.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -27,6 +39,14 @@ _BODIES: dict[str, tuple[type | None, type]] = {
     "/v1/chat/completions": (ChatCompletionRequest, ChatCompletionResponse),
     "/v1/models": (None, ModelList),
     "/v1/models/{model}": (None, ModelCard),
+    "/v1/embeddings": (EmbeddingRequest, EmbeddingResponse),
+    "/pooling": (PoolingRequest, PoolingResponse),
+    "/classify": (ClassificationRequest, ClassificationResponse),
+    "/score": (ScoreRequest, ScoreResponse),
+    "/v1/score": (ScoreRequest, ScoreResponse),
+    "/rerank": (RerankRequest, RerankResponse),
+    "/v1/rerank": (RerankRequest, RerankResponse),
+    "/v2/rerank": (RerankRequest, RerankResponse),
     "/tokenize": (TokenizeRequest, TokenizeResponse),
     "/detokenize": (DetokenizeRequest, DetokenizeResponse),
 }

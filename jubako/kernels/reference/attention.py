@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jubako.kernels.metadata import AttentionMetadata
 from jubako.kernels.paged_kv import PagedKV
 from jubako.kernels.reference.batched_rows import RowGroup, plan_rows
+from jubako.kernels.reference.chunked_local import cut_at_chunks
 from jubako.kernels.reference.gather import gather_slabs, slab_indices
 
 PIECE = 256
@@ -33,10 +34,15 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
+    attention_chunk_size: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of query [T, Hq, D] → [T, Hq, D]; see `Kernels.paged_attention`."""
     assert metadata.causal, "bidirectional attention has no KV pages"
-    step = _Step(query, kv, scale, sliding_window, logits_soft_cap)
+    if attention_chunk_size is not None:
+        assert sliding_window is None, "a window and a chunk size exclude each other"
+        metadata = cut_at_chunks(metadata, kv.block_size, attention_chunk_size)
+    step = _Step(query, kv, scale, sliding_window, logits_soft_cap, sinks)
     plan = plan_rows(metadata, kv, sliding_window, query.dtype, query.device)
     if plan.whole_step is not None:
         return step.batched(plan.whole_step)
@@ -59,6 +65,12 @@ class _Step(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None
+    sinks: torch.Tensor | None
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether scores exist in full, since an operator cannot do what is asked for."""
+        return self.soft_cap is not None or self.sinks is not None
 
     def batched(self, group: RowGroup) -> torch.Tensor:
         """Attention of the tokens of `group` [n · m] → [n · m, Hq, D]."""
@@ -94,7 +106,7 @@ class _Step(NamedTuple):
             first = 0 if self.window is None else max(0, context - self.window + 1)
             k, v = self._gather_row(blocks, first, seq_len)
         unbanded = self.window is None or self.window >= seq_len
-        if context == 0 and unbanded and self.soft_cap is None:
+        if context == 0 and unbanded and not self.has_scores:
             return self._attend(q, k, v, causal=True)[0].transpose(0, 1)
         out = torch.empty_like(self.query[tokens])
         piece = self._piece(seq_len)
@@ -115,9 +127,9 @@ class _Step(NamedTuple):
     def _piece(self, seq_len: int) -> int:
         if self.window is not None and self.window < PIECE:
             return PIECE // 2
-        if self.soft_cap is None:
+        if not self.has_scores:
             return PIECE
-        # Soft-capped scores exist in full: keep those of a piece to some 16 MiB.
+        # Scores exist in full: keep those of a piece to some 16 MiB.
         return max(16, min(PIECE, (4 << 20) // (self.query.shape[1] * seq_len)))
 
     def _gather_row(
@@ -143,8 +155,8 @@ class _Step(NamedTuple):
 
         `mask` broadcasts to [N, 1, M, L] and is added to the scores.
         """
-        if self.soft_cap is not None:
-            return _soft_capped(q, k, v, mask, self.scale, self.soft_cap)
+        if self.has_scores:
+            return _with_scores(q, k, v, mask, self.scale, self.soft_cap, self.sinks)
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -156,22 +168,39 @@ class _Step(NamedTuple):
         )
 
 
-def _soft_capped(
+def _with_scores(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
-    cap: float,
+    cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with scores `cap · tanh(score / cap)` (Gemma 2, arXiv 2408.00118, section 2)."""
+    """Attention by its definition.
+
+    Scores may be `cap · tanh(score / cap)` (Gemma 2, arXiv 2408.00118, section 2); `sinks` [Hq] add
+    to the softmax's denominator (Xiao et al. 2023, arXiv 2309.17453, in the form of gpt-oss).
+    """
     grouped = q.float().unflatten(1, (k.shape[1], -1))
     scores = grouped @ k.float().unsqueeze(2).mT
-    scores.mul_(scale / cap).tanh_().mul_(cap)
+    if cap is None:
+        scores.mul_(scale)
+    else:
+        scores.mul_(scale / cap).tanh_().mul_(cap)
     if mask is not None:
         scores += mask if mask.dim() == 2 else mask.unsqueeze(2)
-    weights = scores.softmax(-1)
-    return (weights @ v.float().unsqueeze(2)).flatten(1, 2).to(q.dtype)
+    values = v.float().unsqueeze(2)
+    if sinks is None:
+        out = scores.softmax(-1) @ values
+    else:
+        # Query heads of a KV head are a dimension of their own, or its query rows.
+        sink = sinks.float().view(grouped.shape[1], grouped.shape[2], -1, 1)
+        top = torch.maximum(scores.amax(-1, keepdim=True), sink)
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True).add_((sink - top).exp_())
+        out = (weights @ values).div_(total)
+    return out.flatten(1, 2).to(q.dtype)
 
 
 class _Band:

@@ -87,7 +87,7 @@ def _plan_rows(
     batched = query_lens[(query_lens > 0) & (query_lens <= MAX_BATCHED_QUERIES)]
     for m in np.unique(batched):
         rows = np.flatnonzero(query_lens == m)
-        for chosen in _similar(rows, num_blocks[rows], group_blocks):
+        for chosen in similar_rows(rows, num_blocks[rows], group_blocks):
             groups.append(
                 _group(
                     metadata,
@@ -107,7 +107,7 @@ def _plan_rows(
     return RowPlan(groups, long_rows, whole)
 
 
-def _similar(rows: np.ndarray, num_blocks: np.ndarray, group_blocks: int) -> list[np.ndarray]:
+def similar_rows(rows: np.ndarray, num_blocks: np.ndarray, group_blocks: int) -> list[np.ndarray]:
     """Divide `rows` into groups of about `group_blocks` blocks; one group keeps the order."""
     if num_blocks.min() >= MIN_FILL * num_blocks.max() and (
         num_blocks.max() * len(rows) <= group_blocks

@@ -44,24 +44,60 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
-_GEMMA3_LAYER_NAMES = _LAYER_NAMES | {
+_GEMMA_LAYER_NAMES = _LAYER_NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
-_IGNORED = frozenset({"rope_freqs.weight"})
+_LAYER_NAMES_OF: dict[str, dict[str, str]] = {
+    "gemma2": _GEMMA_LAYER_NAMES,
+    "gemma3": _GEMMA_LAYER_NAMES,
+    "llama": _LAYER_NAMES | {"ffn_gate_inp": "block_sparse_moe.gate"},
+    "olmo2": _LAYER_NAMES
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "phi3": _LAYER_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "qwen3moe": _LAYER_NAMES | {"ffn_gate_inp": "mlp.gate"},
+}
+"""Names within a layer, of architectures that differ from `_LAYER_NAMES`."""
+
+_EXPERT_NAMES = {
+    "llama": {
+        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    },
+    "qwen3moe": {
+        "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+        "ffn_down_exps": "mlp.experts.{}.down_proj",
+        "ffn_up_exps": "mlp.experts.{}.up_proj",
+    },
+}
+"""Tensors that hold a matrix for every expert of a layer; `{}` is the expert."""
+
+_SUMS = ("gemma2", "gemma3")
+"""Architectures whose norms multiply by 1 + w; files hold that sum."""
+
+_INTERLEAVED = ("llama", "granite", "mistral3", "smollm3")
+"""Architectures whose rows of queries and keys are in the order of an interleaved rotation."""
+
+_IGNORED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Read with the configuration, not as weights."""
 
 
 def hf_name(architecture: str, name: str) -> str | None:
     """The Hugging Face name of a GGUF tensor; None for one that is no weight.
 
+    The name of one with every expert's matrix has `{}` for the expert.
     Raises `CheckpointError` for a name that the architecture does not have.
     """
     if name in _IGNORED:
         return None
-    layer_names = _GEMMA3_LAYER_NAMES if architecture == "gemma3" else _LAYER_NAMES
+    layer_names = _LAYER_NAMES_OF.get(architecture, _LAYER_NAMES)
+    layer_names = layer_names | _EXPERT_NAMES.get(architecture, {})
     stem, _, kind = name.rpartition(".")
     if kind in ("weight", "bias"):
         if stem in _GLOBAL_NAMES:
@@ -91,12 +127,15 @@ def gguf_weights(
             name = names[tensor.name]
             if name is None:
                 continue
-            # Gemma multiplies by 1 + w; files hold that sum.
-            is_sum = architecture == "gemma3" and tensor.name.endswith("norm.weight")
+            is_sum = architecture in _SUMS and tensor.name.endswith("norm.weight")
             weight = _expand(pool, file, tensor, dtype, -1.0 if is_sum else 0.0)
             heads = _interleaved_heads(config, architecture, tensor.name)
             if heads:
                 weight = _unpermute(weight, heads, tensor.name)
+            if "{}" in name:
+                for expert, part in enumerate(weight):
+                    yield name.format(expert), part.to(device)
+                continue
             yield name, weight.to(device)
 
 
@@ -131,8 +170,8 @@ def _expand(
 
 
 def _interleaved_heads(config: dict[str, Any], architecture: str, name: str) -> int:
-    """Heads whose rows Llama files store in the order of an interleaved rotation; 0: none."""
-    if architecture != "llama":
+    """Heads whose rows are stored in the order of an interleaved rotation; 0: none."""
+    if architecture not in _INTERLEAVED:
         return 0
     if re.search(r"\.attn_q\.(weight|bias)$", name):
         return int(config["num_attention_heads"])

@@ -1,18 +1,34 @@
 """One file a family: which tiny random models are rows of the exactness matrix.
 
-Each file has `CONFIGS`: name → a function that makes a transformers configuration.
+Each file has `CONFIGS`: name → a function that makes a transformers configuration. It may have
+`EXCEPTIONS`: name → column → why that cell does not apply to that model.
 """
 
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Iterator
 from importlib import import_module
+from types import ModuleType
 from typing import Any
+
+
+def _files() -> Iterator[ModuleType]:
+    for module in pkgutil.iter_modules(__path__):
+        yield import_module(f"{__name__}.{module.name}")
 
 
 def collect() -> dict[str, Any]:
     """The configurations of all files."""
     found: dict[str, Any] = {}
-    for module in pkgutil.iter_modules(__path__):
-        found |= import_module(f"{__name__}.{module.name}").CONFIGS
+    for module in _files():
+        found |= module.CONFIGS
+    return found
+
+
+def exceptions() -> dict[str, dict[str, str]]:
+    """The exceptions of all files."""
+    found: dict[str, dict[str, str]] = {}
+    for module in _files():
+        found |= getattr(module, "EXCEPTIONS", {})
     return found

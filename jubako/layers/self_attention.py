@@ -1,0 +1,58 @@
+"""What is the attention half of a decoder block made of?"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from jubako.config import JubakoConfig
+from jubako.layers.attention import Attention
+from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
+from jubako.layers.rotary import QKRope, Rotation
+
+
+class SelfAttention(nn.Module):
+    """Projections, rotation, attention over the cache, and the projection back.
+
+    `scale` is that of q·k, by default 1 / sqrt(head_size). `interleaved` as for `QKRope`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        *,
+        config: JubakoConfig,
+        prefix: str,
+        scale: float | None = None,
+        bias: bool = False,
+        interleaved: bool = False,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        sink_logits: bool = False,
+    ) -> None:
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(hidden_size, head_size, num_heads, num_kv_heads, bias)
+        self.qk_rope = QKRope(interleaved)
+        self.attn = Attention(
+            num_heads,
+            head_size,
+            head_size**-0.5 if scale is None else scale,
+            num_kv_heads,
+            config=config,
+            layer_name=f"{prefix}.attn",
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            sink_logits=sink_logits,
+        )
+        self.o_proj = RowParallelLinear(num_heads * head_size, hidden_size, bias)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
+        """x [T, hidden] → [T, hidden]; a layer without positions gets no rotation."""
+        qk, v = self.qkv_proj(x)
+        if rotation is not None:
+            qk = self.qk_rope(qk, rotation)
+        q, k = qk.split((self.attn.num_heads, self.attn.num_kv_heads), dim=1)
+        return self.o_proj(self.attn(q, k, v))
