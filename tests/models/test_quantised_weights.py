@@ -159,6 +159,16 @@ def test_values(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_point_of_0_less_1(tmp_path: Path, bits: int) -> None:
+    weight = random_matrix(24, 64)
+    weight[::3] = abs(weight[::3])
+    stored, values = packings.gptq(bits, 16)(weight)
+    tensors = {f"a{ending}": tensor for ending, tensor in stored.items()}
+    write(tmp_path, tensors, gptq(bits=bits))
+    assert torch.equal(load(tmp_path)["a.weight"], torch.from_numpy(values))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
 def test_packed_rows_need_not_fill_words(tmp_path: Path, bits: int) -> None:
     pack = packings.pack_quantized(bits, None, symmetric=False)
     stored, values = pack(random_matrix(5, 13))
@@ -287,6 +297,26 @@ def test_a_group_that_does_not_exist(tmp_path: Path, name: str, ending: str) -> 
     tensors[f"a.q_proj{ending}"][3] = 2
     write(tmp_path, tensors, quantisation)
     with pytest.raises(CheckpointError, match=rf"\{ending}' has groups 0 to 2, but there are 2"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "main"), [("packed int4", ".weight_packed"), ("gptq", ".qweight")]
+)
+def test_a_weight_of_another_dtype(tmp_path: Path, name: str, main: str) -> None:
+    tensors, quantisation = stored_as(name)
+    tensors[f"a.q_proj{main}"] = tensors[f"a.q_proj{main}"].long()
+    write(tmp_path, tensors, quantisation)
+    with pytest.raises(CheckpointError, match=rf"\{main}' has dtype I64; it must be I32"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [[16, 40], [8, 32], [0, 0], [16, -1]])
+def test_a_shape_that_does_not_fit(tmp_path: Path, shape: list[int]) -> None:
+    tensors, quantisation = stored_as("packed int4")
+    tensors["a.q_proj.weight_shape"] = torch.tensor(shape)
+    write(tmp_path, tensors, quantisation)
+    with pytest.raises(CheckpointError, match=r"'a\.q_proj\.weight_(packed|shape)' has"):
         load(tmp_path)
 
 

@@ -39,7 +39,9 @@ def _expanded(
     weight: PackedWeight, dtype: torch.dtype, sizes: set[int], sizes_in_bits: set[int]
 ) -> torch.Tensor:
     weight.require(SHAPE, (2,))
-    n, m = weight.read(SHAPE).tolist()
+    n, m = weight.read(SHAPE).long().tolist()
+    if min(n, m) < 1:
+        raise weight.fault(SHAPE, f"sizes {n} and {m}; both must be above 0")
     # Groups of layers may have different numbers of bits; the width of a row tells which.
     by_width = {(n, -(-m * bits // WORD_BITS)): bits for bits in sorted(sizes_in_bits)}
     weight.require(MAIN, *by_width)

@@ -119,6 +119,12 @@ def _stems(tensors: SafetensorsFiles, endings: Endings) -> dict[str, str]:
         for name, entry in tensors.entries.items()
         if name.endswith(endings.main) and entry.kind == endings.kind
     }
+    for name, entry in tensors.entries.items():
+        if endings.main != ".weight" and name.endswith(endings.main) and name not in stems:
+            raise CheckpointError(
+                f"The checkpoint's quantised tensor {name!r} has dtype {entry.kind}; it must be "
+                f"{endings.kind}."
+            )
     for name, stem in stems.items():
         for ending in endings.required:
             if stem + ending not in tensors.entries:
