@@ -33,6 +33,8 @@ EOS = 1
 
 DIE, HANG, FAIL, LOSE_WORKERS, INTERRUPT = 290, 291, 292, 293, 294
 """A prompt with one of these does that to the process in its first step."""
+SLOW = 295
+"""Each step of a prompt with this takes 10 ms, so that a request is still there when one looks."""
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -139,6 +141,8 @@ class FakeExecutor(Executor):
             if report is not None:
                 return ModelRunnerOutput(kv_connector_output=report)
             return EMPTY_MODEL_RUNNER_OUTPUT
+        if any(SLOW in self.tokens[request_id] for request_id in step.num_scheduled_tokens):
+            threading.Event().wait(0.01)
         self.step = step
         return None
 

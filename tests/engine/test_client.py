@@ -47,6 +47,7 @@ from tests.engine.fakes import (
     INTERRUPT,
     LOSE_WORKERS,
     MAX_MODEL_LEN,
+    SLOW,
     continuation,
 )
 
@@ -506,7 +507,7 @@ def test_sigterm_lets_open_requests_finish(doomed: SyncMPClient) -> None:
 
 
 def test_sigterm_waits_for_requests_that_a_pause_keeps(doomed: SyncMPClient) -> None:
-    doomed.add_request(request("a", [5], max_tokens=100))
+    doomed.add_request(request("a", [SLOW], max_tokens=100))
     first = doomed.get_output()
     doomed.call_utility("pause_scheduler")
     os.kill(doomed.pid, signal.SIGTERM)
@@ -514,7 +515,7 @@ def test_sigterm_waits_for_requests_that_a_pause_keeps(doomed: SyncMPClient) -> 
     assert doomed.call_utility("is_scheduler_paused") is True
     doomed.call_utility("resume_scheduler")
     outputs = [*first.outputs, *read(doomed, 1)["a"]]
-    assert [t for o in outputs for t in o.new_token_ids] == continuation([5], 100)
+    assert [t for o in outputs for t in o.new_token_ids] == continuation([SLOW], 100)
     with pytest.raises(EngineDeadError):
         forever(doomed.get_output)
 

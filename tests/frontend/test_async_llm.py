@@ -19,7 +19,7 @@ from jubako.frontend.tokenizer import LONG_TEXT
 from jubako.outputs import RequestOutput
 from jubako.sampling_params import RequestOutputKind as Kind
 from jubako.sampling_params import SamplingParams
-from tests.engine.fakes import DIE, HANG, continuation
+from tests.engine.fakes import DIE, HANG, SLOW, continuation
 from tests.frontend.driver import ids_of, tokenizer
 
 DEADLINE = 10.0
@@ -316,7 +316,7 @@ async def held(engine: AsyncLLM, pause: Any) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 async def test_keeping_requests_freezes_them(make_config: Any, ahead: bool) -> None:
     engine = AsyncLLM.from_config(make_config(async_scheduling=ahead))
-    first = engine.generate([5], greedy(max_tokens=100))
+    first = engine.generate([SLOW], greedy(max_tokens=100))
     seen = tokens([await anext(first)])
     await engine.pause_generation("keep")
     assert await engine.is_paused()
@@ -332,20 +332,20 @@ async def test_keeping_requests_freezes_them(make_config: Any, ahead: bool) -> N
     await engine.resume_generation()
     assert not await engine.is_paused()
     seen += [t async for o in first for t in tokens([o])]
-    assert seen == continuation([5], 100)
+    assert seen == continuation([SLOW], 100)
     assert tokens(await second) == continuation([6], 6)
     engine.shutdown()
 
 
 async def test_kept_requests_keep_their_kv_if_the_caches_are_kept(engine: AsyncLLM) -> None:
-    stream = engine.generate([5] * 9, greedy(max_tokens=100))
+    stream = engine.generate([SLOW] * 9, greedy(max_tokens=100))
     seen = tokens([await anext(stream)])
     await engine.pause_generation("keep", clear_cache=False)
     assert (await engine._client.call_utility("get_request_counts"))[0] == 1
     assert not await engine.reset_prefix_cache()
     await engine.resume_generation()
     seen += [t async for o in stream for t in tokens([o])]
-    assert seen == continuation([5] * 9, 100)
+    assert seen == continuation([SLOW] * 9, 100)
 
 
 async def test_aborting_ends_all_and_keeps_new_ones_out(engine: AsyncLLM) -> None:
@@ -375,17 +375,17 @@ async def test_aborting_ends_all_and_keeps_new_ones_out(engine: AsyncLLM) -> Non
 
 
 async def test_waiting_lets_requests_finish(engine: AsyncLLM) -> None:
-    reader = asyncio.ensure_future(collect(engine, [5] * 40, max_tokens=80))
+    reader = asyncio.ensure_future(collect(engine, [SLOW] * 40, max_tokens=80))
     await opened(engine, 1)
     pause = asyncio.ensure_future(engine.pause_generation("wait"))
     await held(engine, pause)
-    late = asyncio.ensure_future(collect(engine, [5] * 40))
+    late = asyncio.ensure_future(collect(engine, [SLOW] * 40))
     await pause
-    assert tokens(await reader) == continuation([5] * 40, 80)
+    assert tokens(await reader) == continuation([SLOW] * 40, 80)
     assert engine.num_unfinished_requests == 0
     await engine.resume_generation()
     outputs = await late
-    assert tokens(outputs) == continuation([5] * 40, 6)
+    assert tokens(outputs) == continuation([SLOW] * 40, 6)
     # The caches have been cleared.
     assert outputs[0].num_cached_tokens == 0
 
