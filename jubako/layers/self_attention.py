@@ -8,13 +8,15 @@ from torch import nn
 from jubako.config import JubakoConfig
 from jubako.layers.attention import Attention
 from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
-from jubako.layers.rotary import QKRope, Rotation
+from jubako.layers.rotary import QKNormRope, QKRope, Rotation
 
 
 class SelfAttention(nn.Module):
     """Projections, rotation, attention over the cache, and the projection back.
 
-    `scale` is that of q·k, by default 1 / sqrt(head_size). `interleaved` as for `QKRope`.
+    `scale` is that of q·k, by default 1 / sqrt(head_size). `interleaved` as for `QKRope`. With
+    `qk_norm_eps` query and key heads are normalised before they are rotated; every layer then has
+    a rotation.
     """
 
     def __init__(
@@ -29,13 +31,16 @@ class SelfAttention(nn.Module):
         scale: float | None = None,
         bias: bool = False,
         interleaved: bool = False,
+        qk_norm_eps: float | None = None,
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
         sink_logits: bool = False,
     ) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(hidden_size, head_size, num_heads, num_kv_heads, bias)
-        self.qk_rope = QKRope(interleaved)
+        self.qk_norm_rope: nn.Module = QKRope(interleaved)
+        if qk_norm_eps is not None:
+            self.qk_norm_rope = QKNormRope(num_heads, num_kv_heads, head_size, qk_norm_eps)
         self.attn = Attention(
             num_heads,
             head_size,
@@ -53,6 +58,6 @@ class SelfAttention(nn.Module):
         """x [T, hidden] → [T, hidden]; a layer without positions gets no rotation."""
         qk, v = self.qkv_proj(x)
         if rotation is not None:
-            qk = self.qk_rope(qk, rotation)
+            qk = self.qk_norm_rope(qk, rotation)
         q, k = qk.split((self.attn.num_heads, self.attn.num_kv_heads), dim=1)
         return self.o_proj(self.attn(q, k, v))

@@ -124,7 +124,7 @@ class Ministral3Attention(SelfAttention):
         """x [T, hidden] → [T, hidden]."""
         turn, factors = rotation
         qk, v = self.qkv_proj(x)
-        qk = self.qk_rope(qk, turn)
+        qk = self.qk_norm_rope(qk, turn)
         q, k = qk.split((self.attn.num_heads, self.attn.num_kv_heads), dim=1)
         return self.o_proj(self.attn(q.mul_(factors), k, v))
 

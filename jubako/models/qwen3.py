@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from jubako.config import JubakoConfig
-from jubako.layers.attention import Attention
 from jubako.layers.embedding import LMHead, VocabEmbedding
-from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
-from jubako.layers.rotary import QKNormRope, RopeParameters, RotaryEmbedding, Rotation
+from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
+from jubako.layers.self_attention import SelfAttention
 from jubako.models.decoder import DecoderForCausalLM, DecoderModel
 from jubako.models.hf_config import SLIDING, late_window_layer_types, rope_parameters, value
 
@@ -69,45 +68,22 @@ class ModelArgs:
         )
 
 
-class Qwen3Attention(nn.Module):
-    """Attention of one layer."""
-
-    def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
-        super().__init__()
-        heads, kv_heads, head_dim = (
-            args.num_attention_heads,
-            args.num_key_value_heads,
-            args.head_dim,
-        )
-        self.qkv_proj = QKVParallelLinear(
-            args.hidden_size, head_dim, heads, kv_heads, args.attention_bias
-        )
-        self.qk_norm_rope = QKNormRope(heads, kv_heads, head_dim, args.rms_norm_eps)
-        self.attn = Attention(
-            heads,
-            head_dim,
-            head_dim**-0.5,
-            kv_heads,
-            config=config,
-            layer_name=f"{prefix}.attn",
-            sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
-        )
-        self.o_proj = RowParallelLinear(heads * head_dim, args.hidden_size, args.attention_bias)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        qk, v = self.qkv_proj(x)
-        qk = self.qk_norm_rope(qk, rotation)
-        q, k = qk.split((self.attn.num_heads, self.attn.num_kv_heads), dim=1)
-        return self.o_proj(self.attn(q, k, v))
-
-
 class Qwen3DecoderLayer(nn.Module):
     """Attention and MLP, each after a norm."""
 
     def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
         super().__init__()
-        self.self_attn = Qwen3Attention(args, config, layer, f"{prefix}.self_attn")
+        self.self_attn = SelfAttention(
+            args.hidden_size,
+            args.num_attention_heads,
+            args.num_key_value_heads,
+            args.head_dim,
+            config=config,
+            prefix=f"{prefix}.self_attn",
+            bias=args.attention_bias,
+            qk_norm_eps=args.rms_norm_eps,
+            sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
+        )
         self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_act)
         self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)

@@ -15,13 +15,13 @@ from torch import nn
 
 from jubako.config import JubakoConfig
 from jubako.errors import CheckpointError
-from jubako.layers.attention import Attention
 from jubako.layers.embedding import LMHead, VocabEmbedding
-from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
+from jubako.layers.linear import RowParallelLinear
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.moe import Experts, softmax_top_k
 from jubako.layers.norm import RMSNorm
-from jubako.layers.rotary import QKNormRope, RopeParameters, RotaryEmbedding, Rotation
+from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
+from jubako.layers.self_attention import SelfAttention
 from jubako.models.decoder import DecoderForCausalLM, DecoderModel
 from jubako.models.hf_config import experts_per_token, kv_heads, rope_parameters, value
 
@@ -90,39 +90,6 @@ def _moe_layers(c: Mapping[str, Any], num_layers: int) -> list[bool]:
     return [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
 
 
-class Qwen3MoeAttention(nn.Module):
-    """Attention of one layer."""
-
-    def __init__(self, args: ModelArgs, config: JubakoConfig, prefix: str) -> None:
-        super().__init__()
-        heads, kv_heads, head_dim = (
-            args.num_attention_heads,
-            args.num_key_value_heads,
-            args.head_dim,
-        )
-        self.qkv_proj = QKVParallelLinear(
-            args.hidden_size, head_dim, heads, kv_heads, args.attention_bias
-        )
-        self.qk_norm_rope = QKNormRope(heads, kv_heads, head_dim, args.rms_norm_eps)
-        self.attn = Attention(
-            heads,
-            head_dim,
-            head_dim**-0.5,
-            kv_heads,
-            config=config,
-            layer_name=f"{prefix}.attn",
-            sliding_window=args.sliding_window,
-        )
-        self.o_proj = RowParallelLinear(heads * head_dim, args.hidden_size, args.attention_bias)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        qk, v = self.qkv_proj(x)
-        qk = self.qk_norm_rope(qk, rotation)
-        q, k = qk.split((self.attn.num_heads, self.attn.num_kv_heads), dim=1)
-        return self.o_proj(self.attn(q, k, v))
-
-
 class Qwen3MoeMLP(nn.Module):
     """Router and experts of one layer."""
 
@@ -145,7 +112,17 @@ class Qwen3MoeDecoderLayer(nn.Module):
 
     def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
         super().__init__()
-        self.self_attn = Qwen3MoeAttention(args, config, f"{prefix}.self_attn")
+        self.self_attn = SelfAttention(
+            args.hidden_size,
+            args.num_attention_heads,
+            args.num_key_value_heads,
+            args.head_dim,
+            config=config,
+            prefix=f"{prefix}.self_attn",
+            bias=args.attention_bias,
+            qk_norm_eps=args.rms_norm_eps,
+            sliding_window=args.sliding_window,
+        )
         self.mlp = (
             Qwen3MoeMLP(args)
             if args.moe_layers[layer]
