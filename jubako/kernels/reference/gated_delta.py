@@ -8,9 +8,11 @@ triangular system of equations for all of them at once (Yang, Kautz and Hatamiza
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from jubako.kernels.reference.scan_plan import Round, ScanPlan, initial_states, scan_plan
+from jubako.kernels.reference.scan_plan import Round, run_scan, scan_plan
 from jubako.kernels.state_slots import StateSlots
 
 CHUNK = 64
@@ -31,29 +33,19 @@ def gated_delta_rule(
     """`S ← exp(g)·S`, `S ← S + beta·(v - S·k)⊗k`, `y = S·q` for each head; all in float32."""
     plan = scan_plan(slots, CHUNK, v.device)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    repeats = v.shape[1] // k.shape[1]
-    if plan.decode_tokens.numel():
-        rows = plan.decode_tokens
-        queries, keys = _directions(q[rows], k[rows], repeats)
-        _step(out, queries, keys, v, g, beta, state, plan)
-    if plan.rounds:
-        running = initial_states(state, plan.chunked_read, plan.chunked_fresh)
-        for part in plan.rounds:
-            queries, keys = _directions(q[part.tokens], k[part.tokens], repeats)
-            _chunk(out, queries, keys, v, g, beta, running, part)
-            if part.written.numel():
-                state[part.write_blocks] = running[part.written].to(state.dtype)
+    inputs = (out, q, k, v, g, beta)
+    run_scan(plan, state, partial(_step, *inputs), partial(_chunk, *inputs))
     return out
 
 
 def _directions(
-    q: torch.Tensor, k: torch.Tensor, repeats: int
+    q: torch.Tensor, k: torch.Tensor, num_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries of length 1 / sqrt(Dk) and keys of length 1, one for each value head."""
     pair = torch.stack((q, k)).float()
     pair *= pair.square().sum(-1, keepdim=True).add_(LENGTH_EPS).rsqrt_()
     pair[0] *= q.shape[-1] ** -0.5
-    queries, keys = pair.repeat_interleave(repeats, dim=-2)
+    queries, keys = pair.repeat_interleave(num_heads // k.shape[-2], dim=-2)
     return queries, keys
 
 
@@ -64,18 +56,16 @@ def _step(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    state: torch.Tensor,
-    plan: ScanPlan,
+    running: torch.Tensor,
+    rows: torch.Tensor,
 ) -> None:
-    """One token of each decode; q and k are those of the decodes alone."""
-    rows = plan.decode_tokens
-    running = initial_states(state, plan.decode_read, plan.decode_fresh)
+    """One token of each decode."""
+    queries, keys = _directions(q[rows], k[rows], v.shape[1])
     running *= g[rows].exp()[:, :, None, None]
-    found = (running @ k[..., None]).squeeze(-1)
+    found = (running @ keys[..., None]).squeeze(-1)
     written = (v[rows].float() - found) * beta[rows][..., None]
-    running.addcmul_(written[..., None], k[:, :, None])
-    out[rows] = (running @ q[..., None]).squeeze(-1).to(out.dtype)
-    state[plan.decode_write] = running.to(state.dtype)
+    running.addcmul_(written[..., None], keys[:, :, None])
+    out[rows] = (running @ queries[..., None]).squeeze(-1).to(out.dtype)
 
 
 def _chunk(
@@ -91,7 +81,8 @@ def _chunk(
     """One chunk of each of the first requests of `running`, whose states are brought forward."""
     count, size = part.tokens.shape
     # [c, H, Q, ...] throughout. A padded token changes nothing: it writes nothing, and g is 0.
-    qs, ks = q.transpose(1, 2), k.transpose(1, 2)
+    queries, keys = _directions(q[part.tokens], k[part.tokens], v.shape[1])
+    qs, ks = queries.transpose(1, 2), keys.transpose(1, 2)
     vs = v[part.tokens].float().transpose(1, 2)
     gs = g[part.tokens].masked_fill(part.is_padding, 0.0).transpose(1, 2)
     betas = beta[part.tokens].masked_fill(part.is_padding, 0.0).transpose(1, 2)[..., None]

@@ -7,6 +7,7 @@ longest request, and temporaries hold one chunk a request.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,29 @@ def initial_states(
     if fresh is not None:
         read[fresh] = 0.0
     return read
+
+
+def run_scan(
+    plan: ScanPlan,
+    state: torch.Tensor,
+    step: Callable[[torch.Tensor, torch.Tensor], None],
+    chunk: Callable[[torch.Tensor, Round], None],
+) -> None:
+    """Bring states forward by a plan, and keep those that are to be kept in `state`.
+
+    `step(running, tokens)` computes one token of each decode, `chunk(running, part)` one round.
+    Both change the first states of `running`, which are float32 and new.
+    """
+    if plan.decode_tokens.numel():
+        running = initial_states(state, plan.decode_read, plan.decode_fresh)
+        step(running, plan.decode_tokens)
+        state[plan.decode_write] = running.to(state.dtype)
+    if plan.rounds:
+        running = initial_states(state, plan.chunked_read, plan.chunked_fresh)
+        for part in plan.rounds:
+            chunk(running, part)
+            if part.written.numel():
+                state[part.write_blocks] = running[part.written].to(state.dtype)
 
 
 def scan_plan(slots: StateSlots, chunk: int, device: torch.device) -> ScanPlan:

@@ -7,10 +7,12 @@ goes through the spans one by one (a scan in two levels: Blelloch 1990), and on 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
-from jubako.kernels.reference.scan_plan import Round, ScanPlan, initial_states, scan_plan
+from jubako.kernels.reference.scan_plan import Round, run_scan, scan_plan
 from jubako.kernels.state_slots import StateSlots
 
 CHUNK = 32
@@ -32,14 +34,8 @@ def selective_scan(
     """`S ← exp(dt·a)·S + dt·x⊗b`, `y = S·c + d·x` for each channel; all in float32."""
     plan = scan_plan(slots, CHUNK, x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if plan.decode_tokens.numel():
-        _step(out, x, dt, a, b, c, d, state, plan)
-    if plan.rounds:
-        running = initial_states(state, plan.chunked_read, plan.chunked_fresh)
-        for part in plan.rounds:
-            _chunk(out, x, dt, a, b, c, d, running, part)
-            if part.written.numel():
-                state[part.write_blocks] = running[part.written].to(state.dtype)
+    inputs = (out, x, dt, a, b, c, d)
+    run_scan(plan, state, partial(_step, *inputs), partial(_chunk, *inputs))
     return out
 
 
@@ -51,18 +47,15 @@ def _step(
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor,
-    state: torch.Tensor,
-    plan: ScanPlan,
+    running: torch.Tensor,
+    rows: torch.Tensor,
 ) -> None:
     """One token of each decode."""
-    rows = plan.decode_tokens
     dt_rows, x_rows = dt[rows], x[rows].float()
-    running = initial_states(state, plan.decode_read, plan.decode_fresh)
     running *= (dt_rows[..., None] * a).exp_()
     running.addcmul_((x_rows * dt_rows)[..., None], b[rows].float()[:, None])
     y = (running @ c[rows].float()[..., None]).squeeze(-1)
     out[rows] = y.addcmul_(x_rows, d).to(out.dtype)
-    state[plan.decode_write] = running.to(state.dtype)
 
 
 def _chunk(

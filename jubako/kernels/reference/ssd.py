@@ -8,9 +8,11 @@ operators grows with the longest request, and temporaries hold one chunk a reque
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from jubako.kernels.reference.scan_plan import Round, ScanPlan, initial_states, scan_plan
+from jubako.kernels.reference.scan_plan import Round, run_scan, scan_plan
 from jubako.kernels.state_slots import StateSlots
 
 CHUNK = 64
@@ -30,14 +32,8 @@ def ssd_scan(
     """`S ← exp(dt·a)·S + dt·x⊗b`, `y = S·c + d·x` for each head; all in float32."""
     plan = scan_plan(slots, CHUNK, x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if plan.decode_tokens.numel():
-        _step(out, x, dt, a, b, c, d, state, plan)
-    if plan.rounds:
-        running = initial_states(state, plan.chunked_read, plan.chunked_fresh)
-        for part in plan.rounds:
-            _chunk(out, x, dt, a, b, c, d, running, part)
-            if part.written.numel():
-                state[part.write_blocks] = running[part.written].to(state.dtype)
+    inputs = (out, x, dt, a, b, c, d)
+    run_scan(plan, state, partial(_step, *inputs), partial(_chunk, *inputs))
     return out
 
 
@@ -49,13 +45,11 @@ def _step(
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor,
-    state: torch.Tensor,
-    plan: ScanPlan,
+    running: torch.Tensor,
+    rows: torch.Tensor,
 ) -> None:
     """One token of each decode."""
-    rows = plan.decode_tokens
     dt_rows, x_rows = dt[rows], x[rows].float()
-    running = initial_states(state, plan.decode_read, plan.decode_fresh)
     running *= (dt_rows * a).exp()[:, :, None, None]
     # Heads as [G, H / G], so that the heads of a group share b and c.
     grouped = running.unflatten(1, (b.shape[1], -1))
@@ -63,7 +57,6 @@ def _step(
     grouped.addcmul_(new[..., None], b[rows].float()[:, :, None, None, :])
     y = (grouped * c[rows].float()[:, :, None, None, :]).sum(-1).flatten(1, 2)
     out[rows] = y.addcmul_(x_rows, d[:, None]).to(out.dtype)
-    state[plan.decode_write] = running.to(state.dtype)
 
 
 def _chunk(
