@@ -239,24 +239,14 @@ class TableGrowth:
         return tuple(added)
 
     def _register(self, request: KVCacheRequest, num_known: int) -> None:
-        if self._enable_caching and num_known >= self.next_hash_tokens(request.request_id):
+        if self._enable_caching:
             for manager, _ in self._groups:
                 manager.cache_blocks(request, num_known)
 
-    def next_event_tokens(self, request_id: str, num_computed_tokens: int) -> int:
+    def next_edges(self, request_id: str, num_computed_tokens: int) -> tuple[int, int]:
         """As the coordinator's method of this name."""
-        event = NEVER
+        event = hash_ = NEVER
         for kind in self._kinds:
-            lead, size = kind.lead, kind.block_size
-            event = min(event, len(lead.req_to_blocks[request_id]) * size + 1)
-            if self._enable_caching:
-                event = min(event, (lead.num_cached_block.get(request_id, 0) + 1) * size)
-            if kind.drops:
-                event = min(event, lead.next_skip_tokens(num_computed_tokens) + 1)
-        return event
-
-    def next_hash_tokens(self, request_id: str) -> int:
-        """As the coordinator's method of this name."""
-        if not self._enable_caching:
-            return NEVER
-        return min([kind.lead.next_hash_tokens(request_id) for kind in self._kinds], default=NEVER)
+            own_event, own_hash = kind.lead.next_edges(request_id, num_computed_tokens)
+            event, hash_ = min(event, own_event), min(hash_, own_hash)
+        return min(event, hash_), hash_

@@ -267,7 +267,7 @@ class KVCacheManager:
         if blocks is None:
             return None
         request_id = request.request_id
-        edges.move(growth.next_event_tokens(request_id, total), growth.next_hash_tokens(request_id))
+        edges.move(*growth.next_edges(request_id, total))
         return self.create_kv_cache_blocks(blocks)
 
     def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
