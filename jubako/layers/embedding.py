@@ -19,6 +19,12 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.weight = parameter(vocab_size, hidden_size)
 
+    @property
+    def root_of_size(self) -> float:
+        """sqrt(hidden_size), rounded to the weights' dtype as it is in training."""
+        size: int = self.weight.shape[1]
+        return torch.tensor(size**0.5, dtype=self.weight.dtype, device="cpu").item()
+
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Ids [T] → [T, hidden], a new tensor."""
         return F.embedding(input_ids, self.weight)

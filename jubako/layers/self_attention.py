@@ -15,8 +15,9 @@ class SelfAttention(nn.Module):
     """Projections, rotation, attention over the cache, and the projection back.
 
     `scale` is that of q·k, by default 1 / sqrt(head_size). `interleaved` as for `QKRope`. With
-    `qk_norm_eps` query and key heads are normalised before they are rotated; every layer then has
-    a rotation.
+    `qk_norm_eps` query and key heads are normalised before they are rotated (`qk_norm_offset` is
+    added to the norms' weights); every layer then has a rotation. `output_bias` is `bias` unless
+    it is given.
     """
 
     def __init__(
@@ -30,17 +31,22 @@ class SelfAttention(nn.Module):
         prefix: str,
         scale: float | None = None,
         bias: bool = False,
+        output_bias: bool | None = None,
         interleaved: bool = False,
         qk_norm_eps: float | None = None,
+        qk_norm_offset: float = 0.0,
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
         sink_logits: bool = False,
+        sink_len: int = 0,
     ) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(hidden_size, head_size, num_heads, num_kv_heads, bias)
         self.qk_norm_rope: nn.Module = QKRope(interleaved)
         if qk_norm_eps is not None:
-            self.qk_norm_rope = QKNormRope(num_heads, num_kv_heads, head_size, qk_norm_eps)
+            self.qk_norm_rope = QKNormRope(
+                num_heads, num_kv_heads, head_size, qk_norm_eps, qk_norm_offset
+            )
         self.attn = Attention(
             num_heads,
             head_size,
@@ -51,8 +57,10 @@ class SelfAttention(nn.Module):
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
             sink_logits=sink_logits,
+            sink_len=sink_len,
         )
-        self.o_proj = RowParallelLinear(num_heads * head_size, hidden_size, bias)
+        output_bias = bias if output_bias is None else output_bias
+        self.o_proj = RowParallelLinear(num_heads * head_size, hidden_size, output_bias)
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
         """x [T, hidden] → [T, hidden]; a layer without positions gets no rotation."""

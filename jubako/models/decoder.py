@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from jubako.layers.embedding import LMHead, VocabEmbedding
+from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import RotaryEmbedding
 from jubako.models.weights import load_weights, with_model_prefix
 
@@ -68,6 +69,49 @@ class DecoderModel(nn.Module):
             x = layer(x, rotations.get(kind))
         hidden: torch.Tensor = self.norm(x)
         return hidden
+
+
+class PreNormLayer(nn.Module):
+    """Attention and MLP, each after a norm and added to what it was made from."""
+
+    def __init__(
+        self, self_attn: nn.Module, mlp: nn.Module, hidden_size: int, norm_eps: float
+    ) -> None:
+        super().__init__()
+        self.self_attn = self_attn
+        self.mlp = mlp
+        self.input_layernorm = RMSNorm(hidden_size, norm_eps)
+        self.post_attention_layernorm = RMSNorm(hidden_size, norm_eps)
+
+    def forward(self, x: torch.Tensor, rotation: Any) -> torch.Tensor:
+        """x [T, hidden] → [T, hidden]."""
+        x = self.self_attn(self.input_layernorm(x), rotation).add_(x)
+        out: torch.Tensor = self.mlp(self.post_attention_layernorm(x)).add_(x)
+        return out
+
+
+class SandwichNormLayer(nn.Module):
+    """Attention and MLP, each between two norms, whose weights are stored less one."""
+
+    def __init__(
+        self, self_attn: nn.Module, mlp: nn.Module, hidden_size: int, norm_eps: float
+    ) -> None:
+        super().__init__()
+        self.self_attn = self_attn
+        self.mlp = mlp
+        norm = (hidden_size, norm_eps, 1.0)
+        self.input_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = RMSNorm(*norm)
+        self.pre_feedforward_layernorm = RMSNorm(*norm)
+        self.post_feedforward_layernorm = RMSNorm(*norm)
+
+    def forward(self, x: torch.Tensor, rotation: Any) -> torch.Tensor:
+        """x [T, hidden] → [T, hidden]."""
+        attended = self.self_attn(self.input_layernorm(x), rotation)
+        x = self.post_attention_layernorm(attended).add_(x)
+        out: torch.Tensor = self.mlp(self.pre_feedforward_layernorm(x))
+        out = self.post_feedforward_layernorm(out).add_(x)
+        return out
 
 
 class DecoderForCausalLM(nn.Module):

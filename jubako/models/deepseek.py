@@ -31,7 +31,7 @@ from jubako.layers.moe import Experts
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import QKRope, RopeParameters, RotaryEmbedding, Rotation
 from jubako.layers.weights import WeightTarget, parameter, whole_parameter
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, PreNormLayer
 from jubako.models.hf_config import number_or_none, rope_parameters, value
 
 _V3: dict[str, Any] = {
@@ -380,24 +380,17 @@ class DeepseekMoE(nn.Module):
         return out.add_(self.shared_experts(x))
 
 
-class DeepseekDecoderLayer(nn.Module):
+class DeepseekDecoderLayer(PreNormLayer):
     """Attention, and an MLP or a mixture of experts, each after a norm."""
 
     def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
-        super().__init__()
-        self.self_attn = DeepseekAttention(args, config, f"{prefix}.self_attn")
-        self.mlp = (
+        self_attn = DeepseekAttention(args, config, f"{prefix}.self_attn")
+        mlp = (
             DeepseekMoE(args)
             if args.sparse_layers[layer]
             else GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_act, args.mlp_bias)
         )
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        x = self.self_attn(self.input_layernorm(x), rotation).add_(x)
-        return self.mlp(self.post_attention_layernorm(x)).add_(x)
+        super().__init__(self_attn, mlp, args.hidden_size, args.rms_norm_eps)
 
 
 class DeepseekForCausalLM(DecoderForCausalLM):

@@ -10,17 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from jubako.config import JubakoConfig
 from jubako.errors import UnsupportedModelError
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
-from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
+from jubako.layers.rotary import RopeParameters, RotaryEmbedding
 from jubako.layers.self_attention import SelfAttention
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, SandwichNormLayer
 from jubako.models.hf_config import (
     FULL,
     SLIDING,
@@ -89,12 +86,11 @@ def _cap(c: Mapping[str, Any], name: str, default: float) -> float | None:
     return number_or_none({name: default, **c}, name)
 
 
-class Gemma2DecoderLayer(nn.Module):
+class Gemma2DecoderLayer(SandwichNormLayer):
     """Attention and MLP, each between two norms."""
 
     def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(
+        self_attn = SelfAttention(
             args.hidden_size,
             args.num_attention_heads,
             args.num_key_value_heads,
@@ -106,18 +102,8 @@ class Gemma2DecoderLayer(nn.Module):
             sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
             logits_soft_cap=args.attn_logit_softcapping,
         )
-        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_activation)
-        norm = (args.hidden_size, args.rms_norm_eps, 1.0)
-        self.input_layernorm = RMSNorm(*norm)
-        self.post_attention_layernorm = RMSNorm(*norm)
-        self.pre_feedforward_layernorm = RMSNorm(*norm)
-        self.post_feedforward_layernorm = RMSNorm(*norm)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        attended = self.self_attn(self.input_layernorm(x), rotation)
-        x = self.post_attention_layernorm(attended).add_(x)
-        return self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))).add_(x)
+        mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_activation)
+        super().__init__(self_attn, mlp, args.hidden_size, args.rms_norm_eps)
 
 
 class Gemma2ForCausalLM(DecoderForCausalLM):
@@ -134,10 +120,7 @@ class Gemma2ForCausalLM(DecoderForCausalLM):
             ],
             RMSNorm(args.hidden_size, args.rms_norm_eps, 1.0),
             RotaryEmbedding(args.head_dim, args.rope, config.model_config.context_length),
-            # The factor is rounded to the model's dtype, as it was in training.
-            embed_scale=torch.tensor(
-                args.hidden_size**0.5, dtype=embed_tokens.weight.dtype, device="cpu"
-            ).item(),
+            embed_scale=embed_tokens.root_of_size,
         )
         tied_to = embed_tokens if args.tie_word_embeddings else None
         super().__init__(

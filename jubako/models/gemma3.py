@@ -10,18 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from jubako.config import JubakoConfig
 from jubako.errors import UnsupportedModelError
-from jubako.layers.attention import Attention
 from jubako.layers.embedding import LMHead, VocabEmbedding
-from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
-from jubako.layers.rotary import QKNormRope, RopeParameters, RotaryEmbedding, Rotation
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.layers.rotary import RopeParameters, RotaryEmbedding
+from jubako.layers.self_attention import SelfAttention
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, SandwichNormLayer
 from jubako.models.hf_config import (
     FULL,
     SLIDING,
@@ -104,60 +100,26 @@ def _rope(c: Mapping[str, Any]) -> dict[str, RopeParameters]:
     }
 
 
-class Gemma3Attention(nn.Module):
-    """Attention of one layer."""
-
-    def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
-        super().__init__()
-        heads, kv_heads, head_dim = (
-            args.num_attention_heads,
-            args.num_key_value_heads,
-            args.head_dim,
-        )
-        self.qkv_proj = QKVParallelLinear(
-            args.hidden_size, head_dim, heads, kv_heads, args.attention_bias
-        )
-        self.qk_norm_rope = QKNormRope(
-            heads, kv_heads, head_dim, args.rms_norm_eps, weight_offset=1.0
-        )
-        self.attn = Attention(
-            heads,
-            head_dim,
-            args.query_pre_attn_scalar**-0.5,
-            kv_heads,
-            config=config,
-            layer_name=f"{prefix}.attn",
-            sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
-            logits_soft_cap=args.attn_logit_softcapping,
-        )
-        self.o_proj = RowParallelLinear(heads * head_dim, args.hidden_size, args.attention_bias)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        qk, v = self.qkv_proj(x)
-        qk = self.qk_norm_rope(qk, rotation)
-        q, k = qk.split((self.attn.num_heads, self.attn.num_kv_heads), dim=1)
-        return self.o_proj(self.attn(q, k, v))
-
-
-class Gemma3DecoderLayer(nn.Module):
+class Gemma3DecoderLayer(SandwichNormLayer):
     """Attention and MLP, each between two norms."""
 
     def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
-        super().__init__()
-        self.self_attn = Gemma3Attention(args, config, layer, f"{prefix}.self_attn")
-        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_activation)
-        norm = (args.hidden_size, args.rms_norm_eps, 1.0)
-        self.input_layernorm = RMSNorm(*norm)
-        self.post_attention_layernorm = RMSNorm(*norm)
-        self.pre_feedforward_layernorm = RMSNorm(*norm)
-        self.post_feedforward_layernorm = RMSNorm(*norm)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        attended = self.self_attn(self.input_layernorm(x), rotation)
-        x = self.post_attention_layernorm(attended).add_(x)
-        return self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))).add_(x)
+        self_attn = SelfAttention(
+            args.hidden_size,
+            args.num_attention_heads,
+            args.num_key_value_heads,
+            args.head_dim,
+            config=config,
+            prefix=f"{prefix}.self_attn",
+            scale=args.query_pre_attn_scalar**-0.5,
+            bias=args.attention_bias,
+            qk_norm_eps=args.rms_norm_eps,
+            qk_norm_offset=1.0,
+            sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
+            logits_soft_cap=args.attn_logit_softcapping,
+        )
+        mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_activation)
+        super().__init__(self_attn, mlp, args.hidden_size, args.rms_norm_eps)
 
 
 class Gemma3ForCausalLM(DecoderForCausalLM):
@@ -179,10 +141,7 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
                 for kind in dict.fromkeys(args.layer_types)
             },
             args.layer_types,
-            # The factor is rounded to the model's dtype, as it was in training.
-            embed_scale=torch.tensor(
-                args.hidden_size**0.5, dtype=embed_tokens.weight.dtype, device="cpu"
-            ).item(),
+            embed_scale=embed_tokens.root_of_size,
         )
         tied_to = embed_tokens if args.tie_word_embeddings else None
         super().__init__(

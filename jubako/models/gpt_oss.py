@@ -19,9 +19,9 @@ from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.linear import RowParallelLinear
 from jubako.layers.moe import CLAMPED_SWIGLU, Experts, top_k_softmax
 from jubako.layers.norm import RMSNorm
-from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
+from jubako.layers.rotary import RopeParameters, RotaryEmbedding
 from jubako.layers.self_attention import SelfAttention
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, PreNormLayer
 from jubako.models.hf_config import (
     FULL,
     SLIDING,
@@ -122,12 +122,11 @@ class GptOssMLP(nn.Module):
         return self.experts(x, *top_k_softmax(self.router(x), self.top_k))
 
 
-class GptOssDecoderLayer(nn.Module):
+class GptOssDecoderLayer(PreNormLayer):
     """Attention and experts, each after a norm."""
 
     def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(
+        self_attn = SelfAttention(
             args.hidden_size,
             args.num_attention_heads,
             args.num_key_value_heads,
@@ -138,14 +137,8 @@ class GptOssDecoderLayer(nn.Module):
             sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
             sink_logits=True,
         )
-        self.mlp = GptOssMLP(args)
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        x = self.self_attn(self.input_layernorm(x), rotation).add_(x)
-        return self.mlp(self.post_attention_layernorm(x)).add_(x)
+        mlp = GptOssMLP(args)
+        super().__init__(self_attn, mlp, args.hidden_size, args.rms_norm_eps)
 
 
 class GptOssForCausalLM(DecoderForCausalLM):

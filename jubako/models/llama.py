@@ -11,17 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from jubako.config import JubakoConfig
-from jubako.layers.attention import Attention
 from jubako.layers.embedding import LMHead, VocabEmbedding
-from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
-from jubako.layers.rotary import QKRope, RopeParameters, RotaryEmbedding, Rotation
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.layers.rotary import RopeParameters, RotaryEmbedding
+from jubako.layers.self_attention import SelfAttention
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, PreNormLayer
 from jubako.models.hf_config import (
     FULL,
     SLIDING,
@@ -95,56 +91,23 @@ def _window(c: Mapping[str, Any]) -> int | None:
     return None if null else value(c, "sliding_window", 4096)
 
 
-class LlamaAttention(nn.Module):
-    """Attention of one layer."""
-
-    def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
-        super().__init__()
-        heads, kv_heads, head_dim = (
-            args.num_attention_heads,
-            args.num_key_value_heads,
-            args.head_dim,
-        )
-        self.qkv_proj = QKVParallelLinear(
-            args.hidden_size, head_dim, heads, kv_heads, args.attention_bias
-        )
-        self.qk_rope = QKRope()
-        self.attn = Attention(
-            heads,
-            head_dim,
-            head_dim**-0.5,
-            kv_heads,
-            config=config,
-            layer_name=f"{prefix}.attn",
-            sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
-            sink_len=args.sink_len,
-        )
-        self.o_proj = RowParallelLinear(heads * head_dim, args.hidden_size, args.attention_bias)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        qk, v = self.qkv_proj(x)
-        qk = self.qk_rope(qk, rotation)
-        q, k = qk.split((self.attn.num_heads, self.attn.num_kv_heads), dim=1)
-        return self.o_proj(self.attn(q, k, v))
-
-
-class LlamaDecoderLayer(nn.Module):
+class LlamaDecoderLayer(PreNormLayer):
     """Attention and MLP, each after a norm."""
 
     def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
-        super().__init__()
-        self.self_attn = LlamaAttention(args, config, layer, f"{prefix}.self_attn")
-        self.mlp = GatedMLP(
-            args.hidden_size, args.intermediate_size, args.hidden_act, args.mlp_bias
+        self_attn = SelfAttention(
+            args.hidden_size,
+            args.num_attention_heads,
+            args.num_key_value_heads,
+            args.head_dim,
+            config=config,
+            prefix=f"{prefix}.self_attn",
+            bias=args.attention_bias,
+            sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
+            sink_len=args.sink_len,
         )
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        x = self.self_attn(self.input_layernorm(x), rotation).add_(x)
-        return self.mlp(self.post_attention_layernorm(x)).add_(x)
+        mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_act, args.mlp_bias)
+        super().__init__(self_attn, mlp, args.hidden_size, args.rms_norm_eps)
 
 
 class LlamaForCausalLM(DecoderForCausalLM):

@@ -20,7 +20,7 @@ from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
 from jubako.layers.self_attention import SelfAttention
-from jubako.models.decoder import EVERY, DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import EVERY, DecoderForCausalLM, DecoderModel, PreNormLayer
 from jubako.models.hf_config import (
     integer_or_none,
     kv_heads,
@@ -129,13 +129,12 @@ class Ministral3Attention(SelfAttention):
         return self.o_proj(self.attn(q.mul_(factors), k, v))
 
 
-class Ministral3DecoderLayer(nn.Module):
+class Ministral3DecoderLayer(PreNormLayer):
     """Attention and MLP, each after a norm."""
 
     def __init__(self, args: ModelArgs, config: JubakoConfig, prefix: str) -> None:
-        super().__init__()
         attention = SelfAttention if args.query_growth is None else Ministral3Attention
-        self.self_attn = attention(
+        self_attn = attention(
             args.hidden_size,
             args.num_attention_heads,
             args.num_key_value_heads,
@@ -144,14 +143,8 @@ class Ministral3DecoderLayer(nn.Module):
             prefix=f"{prefix}.self_attn",
             sliding_window=args.sliding_window,
         )
-        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_act)
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, rotation: Any) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        x = self.self_attn(self.input_layernorm(x), rotation).add_(x)
-        return self.mlp(self.post_attention_layernorm(x)).add_(x)
+        mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_act)
+        super().__init__(self_attn, mlp, args.hidden_size, args.rms_norm_eps)
 
 
 class Ministral3ForCausalLM(DecoderForCausalLM):

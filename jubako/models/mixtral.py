@@ -18,9 +18,9 @@ from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.linear import RowParallelLinear
 from jubako.layers.moe import Experts, softmax_top_k
 from jubako.layers.norm import RMSNorm
-from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
+from jubako.layers.rotary import RopeParameters, RotaryEmbedding
 from jubako.layers.self_attention import SelfAttention
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, PreNormLayer
 from jubako.models.hf_config import experts_per_token, kv_heads, rope_parameters, value
 
 _EXPERT_PARTS = ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."))
@@ -88,12 +88,11 @@ class MixtralMoE(nn.Module):
         return self.experts(x, *softmax_top_k(self.gate(x), self.top_k, renormalize=True))
 
 
-class MixtralDecoderLayer(nn.Module):
+class MixtralDecoderLayer(PreNormLayer):
     """Attention and experts, each after a norm."""
 
     def __init__(self, args: ModelArgs, config: JubakoConfig, prefix: str) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(
+        self_attn = SelfAttention(
             args.hidden_size,
             args.num_attention_heads,
             args.num_key_value_heads,
@@ -102,14 +101,8 @@ class MixtralDecoderLayer(nn.Module):
             prefix=f"{prefix}.self_attn",
             sliding_window=args.sliding_window,
         )
-        self.mlp = MixtralMoE(args)
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        x = self.self_attn(self.input_layernorm(x), rotation).add_(x)
-        return self.mlp(self.post_attention_layernorm(x)).add_(x)
+        mlp = MixtralMoE(args)
+        super().__init__(self_attn, mlp, args.hidden_size, args.rms_norm_eps)
 
 
 class MixtralForCausalLM(DecoderForCausalLM):

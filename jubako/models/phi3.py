@@ -10,16 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from jubako.config import JubakoConfig
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
-from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
+from jubako.layers.rotary import RopeParameters, RotaryEmbedding
 from jubako.layers.self_attention import SelfAttention
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, PreNormLayer
 from jubako.models.hf_config import integer_or_none, kv_heads, rope_parameters, value
 
 
@@ -71,12 +68,11 @@ def _rope(c: Mapping[str, Any]) -> RopeParameters:
     return RopeParameters(rope.theta, kind, scaling, length)
 
 
-class Phi3DecoderLayer(nn.Module):
+class Phi3DecoderLayer(PreNormLayer):
     """Attention and MLP, each after a norm."""
 
     def __init__(self, args: ModelArgs, config: JubakoConfig, prefix: str) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(
+        self_attn = SelfAttention(
             args.hidden_size,
             args.num_attention_heads,
             args.num_key_value_heads,
@@ -85,14 +81,8 @@ class Phi3DecoderLayer(nn.Module):
             prefix=f"{prefix}.self_attn",
             sliding_window=args.sliding_window,
         )
-        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_act)
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        x = self.self_attn(self.input_layernorm(x), rotation).add_(x)
-        return self.mlp(self.post_attention_layernorm(x)).add_(x)
+        mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_act)
+        super().__init__(self_attn, mlp, args.hidden_size, args.rms_norm_eps)
 
 
 class Phi3ForCausalLM(DecoderForCausalLM):

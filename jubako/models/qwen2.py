@@ -9,17 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from jubako.config import JubakoConfig
-from jubako.layers.attention import Attention
 from jubako.layers.embedding import LMHead, VocabEmbedding
-from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
-from jubako.layers.rotary import QKRope, RopeParameters, RotaryEmbedding, Rotation
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.layers.rotary import RopeParameters, RotaryEmbedding
+from jubako.layers.self_attention import SelfAttention
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, PreNormLayer
 from jubako.models.hf_config import SLIDING, late_window_layer_types, rope_parameters, value
 
 
@@ -67,51 +63,23 @@ class ModelArgs:
         )
 
 
-class Qwen2Attention(nn.Module):
-    """Attention of one layer."""
-
-    def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
-        super().__init__()
-        heads, kv_heads, head_dim = (
-            args.num_attention_heads,
-            args.num_key_value_heads,
-            args.head_dim,
-        )
-        self.qkv_proj = QKVParallelLinear(args.hidden_size, head_dim, heads, kv_heads, bias=True)
-        self.qk_rope = QKRope()
-        self.attn = Attention(
-            heads,
-            head_dim,
-            head_dim**-0.5,
-            kv_heads,
-            config=config,
-            layer_name=f"{prefix}.attn",
-            sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
-        )
-        self.o_proj = RowParallelLinear(heads * head_dim, args.hidden_size)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        qk, v = self.qkv_proj(x)
-        qk = self.qk_rope(qk, rotation)
-        q, k = qk.split((self.attn.num_heads, self.attn.num_kv_heads), dim=1)
-        return self.o_proj(self.attn(q, k, v))
-
-
-class Qwen2DecoderLayer(nn.Module):
+class Qwen2DecoderLayer(PreNormLayer):
     """Attention and MLP, each after a norm."""
 
     def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
-        super().__init__()
-        self.self_attn = Qwen2Attention(args, config, layer, f"{prefix}.self_attn")
-        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_act)
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        x = self.self_attn(self.input_layernorm(x), rotation).add_(x)
-        return self.mlp(self.post_attention_layernorm(x)).add_(x)
+        self_attn = SelfAttention(
+            args.hidden_size,
+            args.num_attention_heads,
+            args.num_key_value_heads,
+            args.head_dim,
+            config=config,
+            prefix=f"{prefix}.self_attn",
+            bias=True,
+            output_bias=False,
+            sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
+        )
+        mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_act)
+        super().__init__(self_attn, mlp, args.hidden_size, args.rms_norm_eps)
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):

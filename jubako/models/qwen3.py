@@ -9,16 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from jubako.config import JubakoConfig
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
-from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
+from jubako.layers.rotary import RopeParameters, RotaryEmbedding
 from jubako.layers.self_attention import SelfAttention
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, PreNormLayer
 from jubako.models.hf_config import SLIDING, late_window_layer_types, rope_parameters, value
 
 
@@ -68,12 +65,11 @@ class ModelArgs:
         )
 
 
-class Qwen3DecoderLayer(nn.Module):
+class Qwen3DecoderLayer(PreNormLayer):
     """Attention and MLP, each after a norm."""
 
     def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(
+        self_attn = SelfAttention(
             args.hidden_size,
             args.num_attention_heads,
             args.num_key_value_heads,
@@ -84,14 +80,8 @@ class Qwen3DecoderLayer(nn.Module):
             qk_norm_eps=args.rms_norm_eps,
             sliding_window=args.sliding_window if args.layer_types[layer] == SLIDING else None,
         )
-        self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_act)
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        x = self.self_attn(self.input_layernorm(x), rotation).add_(x)
-        return self.mlp(self.post_attention_layernorm(x)).add_(x)
+        mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_act)
+        super().__init__(self_attn, mlp, args.hidden_size, args.rms_norm_eps)
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):

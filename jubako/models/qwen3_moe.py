@@ -20,9 +20,9 @@ from jubako.layers.linear import RowParallelLinear
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.moe import Experts, softmax_top_k
 from jubako.layers.norm import RMSNorm
-from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
+from jubako.layers.rotary import RopeParameters, RotaryEmbedding
 from jubako.layers.self_attention import SelfAttention
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, PreNormLayer
 from jubako.models.hf_config import experts_per_token, kv_heads, rope_parameters, value
 
 
@@ -107,12 +107,11 @@ class Qwen3MoeMLP(nn.Module):
         return self.experts(x, *softmax_top_k(self.gate(x), self.top_k, self.renormalize))
 
 
-class Qwen3MoeDecoderLayer(nn.Module):
+class Qwen3MoeDecoderLayer(PreNormLayer):
     """Attention and MLP or experts, each after a norm."""
 
     def __init__(self, args: ModelArgs, config: JubakoConfig, layer: int, prefix: str) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(
+        self_attn = SelfAttention(
             args.hidden_size,
             args.num_attention_heads,
             args.num_key_value_heads,
@@ -123,18 +122,12 @@ class Qwen3MoeDecoderLayer(nn.Module):
             qk_norm_eps=args.rms_norm_eps,
             sliding_window=args.sliding_window,
         )
-        self.mlp = (
+        mlp = (
             Qwen3MoeMLP(args)
             if args.moe_layers[layer]
             else GatedMLP(args.hidden_size, args.intermediate_size, args.hidden_act)
         )
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        x = self.self_attn(self.input_layernorm(x), rotation).add_(x)
-        return self.mlp(self.post_attention_layernorm(x)).add_(x)
+        super().__init__(self_attn, mlp, args.hidden_size, args.rms_norm_eps)
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
