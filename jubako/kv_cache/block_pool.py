@@ -186,11 +186,8 @@ class BlockPool:
         passed_over: list[int] = []
         run_start = index = num_cached_blocks
         registered = blocks[num_cached_blocks:num_full_blocks]
-        if not events and self._register_all(request_id, registered, own_hashes, suffix, index):
-            own_hashes_left: Sequence[BlockHash] = ()
-        else:
-            own_hashes_left = own_hashes
-        for block_hash in own_hashes_left:
+        done = not events and self._register_all(request_id, registered, own_hashes, suffix, index)
+        for block_hash in () if done else own_hashes:
             block = blocks[index]
             announced = False
             if block._block_hash is None and not block.is_null:
