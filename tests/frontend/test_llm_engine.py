@@ -20,7 +20,7 @@ from jubako.frontend.llm_engine import LLMEngine
 from jubako.outputs import RequestOutput
 from jubako.sampling_params import RequestOutputKind as Kind
 from jubako.sampling_params import SamplingParams
-from tests.engine.fakes import FAIL, continuation
+from tests.engine.fakes import FAIL, SLOW, continuation
 from tests.frontend.driver import ids_of, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -171,8 +171,9 @@ def test_interval_of_the_stream(make_config: Any) -> None:
 @pytest.mark.parametrize("multiprocess", [False, True])
 def test_a_dead_core_closes_every_request(make_config: Any, multiprocess: bool) -> None:
     engine = LLMEngine(make_config(), multiprocess=multiprocess)
-    engine.add_request("a", [FAIL], greedy())
-    engine.add_request("b", [5], greedy())
+    engine.add_request("a", [SLOW], greedy(max_tokens=100))
+    # Last: nothing can be added once the core has died of it.
+    engine.add_request("b", [FAIL], greedy())
     with pytest.raises((RuntimeError, EngineDeadError)):
         run(engine)
     assert not engine.has_unfinished_requests()
