@@ -5,8 +5,10 @@ A script of the peer's own is run with the peer's interpreter, and its printed l
     vllm hybrid=False running=256: hashing 525 ns/token, prefill 117 ms, decode step 6.39 ms = ...
 
 The script itself is not changed. A few lines run before it, so that its clock can be chosen, so
-that the mean and the 99th percentile are printed beside the median that it takes, and so that
-drawing the random prompts, which the script's hashing time includes, can be taken off.
+that the mean and the 99th percentile are printed beside the median that it takes, so that drawing
+the random prompts, which the script's hashing time includes, can be taken off, and so that the
+cycle collector is kept off what a new scheduler has made, as the peer's engine does after its
+start, and as is done here.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 PRELUDE = """
-import random, runpy, statistics, sys, time
+import gc, os, random, runpy, statistics, sys, time
 if {clock!r} == "cpu":
     time.perf_counter = time.process_time
 median = statistics.median
@@ -36,6 +38,19 @@ def drawing():
     prompts = [shared + [rng.randrange(1000, 200_000) for _ in range(512)] for _ in range(64)]
     return (time.perf_counter() - begin) / len(prompts) / 1024
 print("drawing", min(drawing() for _ in range(9)), "s/token", flush=True)
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+try:
+    from vllm.v1.core.sched.scheduler import Scheduler
+except ModuleNotFoundError:
+    pass
+else:
+    make = Scheduler.__init__
+    def make_frozen(*args, **kwargs):
+        gc.unfreeze()
+        make(*args, **kwargs)
+        gc.collect()
+        gc.freeze()
+    Scheduler.__init__ = make_frozen
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

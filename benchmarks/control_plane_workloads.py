@@ -192,12 +192,24 @@ def summary(steps: Iterable[float], running: int) -> dict[str, float]:
     }
 
 
+@contextmanager
+def start_up_frozen() -> Iterator[None]:
+    """Keep the cycle collector off what exists already, as the engine does after its start."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def measure(workload: Workload) -> dict[str, Any]:
     """Hashing (a prompt token), admission (all steps until the last prompt is done), decode."""
     engine = Engine(workload)
-    hashing = engine.add(draw_prompts(workload))
-    admission = engine.admit()
-    steps = [engine.step() for _ in range(workload.steps)]
+    with start_up_frozen():
+        hashing = engine.add(draw_prompts(workload))
+        admission = engine.admit()
+        steps = [engine.step() for _ in range(workload.steps)]
     assert engine.scheduler.get_request_counts() == (workload.running, 0)
     return {
         **asdict(workload),
@@ -206,16 +218,6 @@ def measure(workload: Workload) -> dict[str, Any]:
         "admission_steps": len(admission),
         "decode": summary(steps, workload.running),
     }
-
-
-@contextmanager
-def start_up_frozen() -> Iterator[None]:
-    """Keep the cycle collector off what exists already, as the engine does after its start."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def measure_borders(workload: Workload, periods: int = 8) -> dict[str, Any]:

@@ -28,10 +28,12 @@ class KVTransferConfig:
     """A load that has not been reported by then is given up."""
     kv_lookup_timeout_s: float = 2.0
     """A lookup that has not been answered by then counts as one that found nothing."""
+    kv_send_timeout_s: float = 480.0
+    """Blocks of an ended request that have not been reported as sent by then are used again."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        _check_positive(self, "kv_load_timeout_s", "kv_lookup_timeout_s")
+        _check_positive(self, "kv_load_timeout_s", "kv_lookup_timeout_s", "kv_send_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class ECTransferConfig:
 
     ec_load_timeout_s: float = 5.0
     """An encoder output that has not come by then is computed."""
+    ec_send_timeout_s: float = 480.0
+    """An encoder output that has not been reported as sent by then may be dropped."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        _check_positive(self, "ec_load_timeout_s")
+        _check_positive(self, "ec_load_timeout_s", "ec_send_timeout_s")

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         make_block_hash_with_group_id,
     )
     from jubako.kv_cache.kv_cache_manager import KVCacheManager
+    from jubako.kv_cache.local_blocks import LocalBlocks
     from jubako.kv_cache.metrics import (
         CachingMetrics,
         KVCacheEvictionEvent,
@@ -131,6 +132,7 @@ __all__ = [
     "KVCacheTensor",
     "KVEventAggregator",
     "KVEventBatch",
+    "LocalBlocks",
     "MLAAttentionSpec",
     "MambaSpec",
     "MediaFeature",
@@ -183,6 +185,7 @@ __getattr__ = exports_on_use(
         "hash_map",
         "hashing",
         "kv_cache_manager",
+        "local_blocks",
         "metrics",
         "request",
         "request_hashing",

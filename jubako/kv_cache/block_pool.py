@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
-from jubako.kv_cache.blocks import BlockHash, BlockHashWithGroupId, KVCacheBlock
+from jubako.kv_cache.blocks import BlockHash, KVCacheBlock
 from jubako.kv_cache.errors import ImpossibleCacheError
 from jubako.kv_cache.events import (
     MEDIUM_GPU,
@@ -22,13 +22,11 @@ from jubako.kv_cache.events import (
     external_block_hash,
 )
 from jubako.kv_cache.free_queue import FreeKVCacheBlockQueue
-from jubako.kv_cache.hash_map import BlockHashToBlockMap
+from jubako.kv_cache.hash_map import BlockHashToBlockMap, Entry
 from jubako.kv_cache.hashing import (
     ExternalBlockHash,
-    get_block_hash,
-    get_group_id,
+    group_of,
     group_suffix,
-    make_block_hash_with_group_id,
 )
 from jubako.kv_cache.lookup_memory import LookupMemory
 from jubako.kv_cache.metrics import KVCacheMetricsCollector
@@ -101,8 +99,7 @@ class BlockPool:
         """One block for each group, the oldest copy; None if any group has none."""
         found = []
         for group_id in kv_cache_group_ids:
-            key = make_block_hash_with_group_id(block_hash, group_id)
-            block = self.cached_block_hash_to_block.get_one_block(key)
+            block = self.cached_block_hash_to_block.get_oldest(block_hash, group_suffix(group_id))
             if block is None:
                 return None
             found.append(block)
@@ -178,8 +175,7 @@ class BlockPool:
         )
         # The last of the hashes inside a larger block covers those before it.
         own_hashes = hashes[(num_cached_blocks + 1) * scale - 1 : num_full_blocks * scale : scale]
-        cached = self.cached_block_hash_to_block
-        add_if_first = cached.add_if_first
+        add = self.cached_block_hash_to_block.add
         suffix = group_suffix(kv_cache_group_id)
         events = self.enable_kv_cache_events
         request_id = request.request_id
@@ -191,13 +187,11 @@ class BlockPool:
             block = blocks[index]
             announced = False
             if block._block_hash is None and not block.is_null:
-                block._block_hash = key = BlockHashWithGroupId(block_hash + suffix)
+                block._block_hash = block_hash
+                block.group_suffix = suffix
                 block.registered_by = request_id
                 block.table_index = index
-                if add_if_first(key, block) is block:
-                    announced = True
-                else:
-                    cached.add_copy(key, block)
+                announced = add(block_hash, suffix, block)
             else:
                 assert block.is_null or skip_hashed, f"block {block.block_id} already has a hash"
                 passed_over.append(index)
@@ -233,16 +227,23 @@ class BlockPool:
         index: int,
     ) -> bool:
         """Register real blocks that are not findable yet; False, and no change, for others."""
-        if self.null_block in blocks or any([b._block_hash for b in blocks]):  # noqa: C419 (quicker)
+        if any([b._block_hash is not None or b.is_null for b in blocks]):  # noqa: C419 (quicker)
             return False
-        keys = cast("list[BlockHashWithGroupId]", [h + suffix for h in block_hashes])
-        self.cached_block_hash_to_block.insert_all(keys, list(blocks))
-        for block, key in zip(blocks, keys):
-            block._block_hash = key
+        self.cached_block_hash_to_block.add_all(block_hashes, suffix, list(blocks))
+        for block, block_hash in zip(blocks, block_hashes):
+            block._block_hash = block_hash
+            block.group_suffix = suffix
             block.registered_by = request_id
             block.table_index = index
             index += 1
         return True
+
+    def entries_of(
+        self, kv_cache_group_ids: Sequence[int]
+    ) -> list[tuple[bytes, dict[BlockHash, Entry]]]:
+        """For each group the suffix of its keys, and what it has under which hash, for good."""
+        suffixes = map(group_suffix, kv_cache_group_ids)
+        return [(s, self.cached_block_hash_to_block.of_group(s)) for s in suffixes]
 
     def cache_filled_block(
         self,
@@ -250,9 +251,11 @@ class BlockPool:
         index: int,
         block_size: int,
         tables: Sequence[Sequence[KVCacheBlock]],
-        suffixes: Sequence[bytes],
+        named: Sequence[tuple[bytes, dict[BlockHash, Entry]]],
     ) -> bool:
         """Make entry `index` of every group's table findable, for groups of one block size.
+
+        `named` are the `entries_of` the groups.
 
         What `cache_full_blocks` would do for one entry in each group; False, and no change, where
         more than that is to be noted.
@@ -261,18 +264,20 @@ class BlockPool:
             return False
         last_hash = (index + 1) * block_size // self.hash_block_size - 1
         block_hash = request.block_hashes[last_hash]
-        cached = self.cached_block_hash_to_block
+        request_id = request.request_id
+        null_block = self.null_block
         registered = []
-        for table, suffix in zip(tables, suffixes):
+        for table, (suffix, entries) in zip(tables, named):
             block = table[index]
-            if block.is_null:
+            if block is null_block:
                 continue
             assert block._block_hash is None, f"block {block.block_id} already has a hash"
-            block._block_hash = key = BlockHashWithGroupId(block_hash + suffix)
-            block.registered_by = request.request_id
+            block._block_hash = block_hash
+            block.group_suffix = suffix
+            block.registered_by = request_id
             block.table_index = index
-            if cached.add_if_first(key, block) is not block:
-                cached.add_copy(key, block)
+            if entries.setdefault(block_hash, block) is not block:
+                self.cached_block_hash_to_block.add_copy(entries, block_hash, block)
             registered.append(block)
         self._registered.add(registered)
         self.version += 1
@@ -363,8 +368,8 @@ class BlockPool:
             if ref_cnt == 0 and not block.is_null:
                 unowned.append(block)
         if self.free_unhashed_first:
-            self.free_block_queue.prepend_n([b for b in unowned if b.block_hash is None])
-            unowned = [b for b in unowned if b.block_hash is not None]
+            self.free_block_queue.prepend_n([b for b in unowned if b._block_hash is None])
+            unowned = [b for b in unowned if b._block_hash is not None]
         self.free_block_queue.append_n(unowned)
 
     # Forgetting
@@ -382,9 +387,8 @@ class BlockPool:
             )
         for block_id in ids:
             block = self.blocks[block_id]
-            key = block.block_hash
-            if key is not None and block.ref_cnt > 0:
-                in_use.append((get_group_id(key), block))
+            if block._block_hash is not None and block.ref_cnt > 0:
+                in_use.append((group_of(block.group_suffix), block))
             self._maybe_evict_cached_block(block)
         return in_use
 
@@ -395,7 +399,7 @@ class BlockPool:
             logger.warning("the prefix cache is not reset: %d blocks are in use", used)
             return False
         self.lookup_memory.clear()
-        self.cached_block_hash_to_block = BlockHashToBlockMap()
+        self.cached_block_hash_to_block.clear()
         for block in self.blocks:
             block.reset_hash()
         for states in self._state_indexes.values():
@@ -412,21 +416,22 @@ class BlockPool:
         """Drop the block's hash; False if it had none."""
         if self.metrics_collector is not None:
             self.metrics_collector.on_block_evicted(block)
-        key = block.block_hash
-        if key is None or self.cached_block_hash_to_block.pop(key, block.block_id) is None:
+        block_hash, suffix = block._block_hash, block.group_suffix
+        cached = self.cached_block_hash_to_block
+        if block_hash is None or cached.take(block_hash, suffix, block.block_id) is None:
             return False
         block._block_hash = None
         self.version += 1
         if self.lookup_memory.active:
-            self.lookup_memory.changed((get_block_hash(key),))
-        if self._state_indexes and (states := self._state_indexes.get(get_group_id(key))):
+            self.lookup_memory.changed((block_hash,))
+        if self._state_indexes and (states := self._state_indexes.get(group_of(suffix))):
             states.discard(block.block_id)
-        if self.enable_kv_cache_events and key not in self.cached_block_hash_to_block:
+        if self.enable_kv_cache_events and cached.get_oldest(block_hash, suffix) is None:
             self.kv_event_queue.append(
                 BlockRemoved(
-                    [external_block_hash(get_block_hash(key), self.use_int_block_hashes)],
+                    [external_block_hash(block_hash, self.use_int_block_hashes)],
                     MEDIUM_GPU,
-                    get_group_id(key),
+                    group_of(suffix),
                 )
             )
         return True

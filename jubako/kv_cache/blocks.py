@@ -12,6 +12,9 @@ BlockHash = NewType("BlockHash", bytes)
 BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
 """A `BlockHash` and the group whose layers' KV it finds."""
 
+GROUP_ID_BYTES = 4
+"""Of a key: the group, behind the hash."""
+
 
 class KVCacheBlock:
     """One block id. `ref_cnt` counts the tables that hold it; the null block's is meaningless."""
@@ -19,6 +22,7 @@ class KVCacheBlock:
     __slots__ = (
         "_block_hash",
         "block_id",
+        "group_suffix",
         "home",
         "is_null",
         "next_free_block",
@@ -32,7 +36,9 @@ class KVCacheBlock:
         self.block_id = block_id
         self.ref_cnt = ref_cnt
         self.is_null = False
-        self._block_hash: BlockHashWithGroupId | None = None
+        # The two parts of `block_hash`. All groups share the first, so no key need be made.
+        self._block_hash: BlockHash | None = None
+        self.group_suffix = b""
         self.home: object = None
         """The pool that it belongs to."""
         # Of the last time it became findable: the request, and the entry of its table.
@@ -45,18 +51,22 @@ class KVCacheBlock:
     @property
     def block_hash(self) -> BlockHashWithGroupId | None:
         """Set only while the block is full and findable. AssertionError if set over another."""
-        return self._block_hash
+        if self._block_hash is None:
+            return None
+        return BlockHashWithGroupId(self._block_hash + self.group_suffix)
 
     @block_hash.setter
     def block_hash(self, block_hash: BlockHashWithGroupId) -> None:
         assert self._block_hash is None, f"block {self.block_id} already has a hash"
-        self._block_hash = block_hash
+        self._block_hash = BlockHash(block_hash[:-GROUP_ID_BYTES])
+        self.group_suffix = block_hash[-GROUP_ID_BYTES:]
 
     def reset_hash(self) -> None:
         self._block_hash = None
 
     def __repr__(self) -> str:
-        block_hash = self._block_hash.hex() if self._block_hash else None
+        key = self.block_hash
+        block_hash = None if key is None else key.hex()
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, block_hash={block_hash})"
 
 
@@ -89,12 +99,12 @@ class KVCacheBlocks:
     def get_unhashed_block_ids(self) -> list[int]:
         """Ids of blocks without a hash, null ones too. AssertionError with more than one group."""
         assert len(self.blocks) == 1, f"one group only, not {len(self.blocks)}"
-        return [block.block_id for block in self.blocks[0] if block.block_hash is None]
+        return [block.block_id for block in self.blocks[0] if block._block_hash is None]
 
     def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
         """Ids of real blocks without a hash, for each group."""
         return [
-            [block.block_id for block in group if block.block_hash is None and not block.is_null]
+            [block.block_id for block in group if block._block_hash is None and not block.is_null]
             for group in self.blocks
         ]
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard, cast
+
 from jubako.kv_cache.config import KVCacheConfig
 from jubako.kv_cache.errors import ImpossibleCacheError
 from jubako.kv_cache.specs import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
     SinkFullAttentionSpec,
@@ -22,6 +26,13 @@ def check_spec(spec: KVCacheSpec) -> None:
         for layer in spec.kv_cache_specs.values():
             check_spec(layer)
     check_positive("block_size", spec.block_size, "block_size")
+    if isinstance(spec, AttentionSpec):
+        check_positive("num_kv_heads", spec.num_kv_heads)
+        check_positive("head_size", spec.head_size)
+        if isinstance(spec, FullAttentionSpec):
+            check_positive("head_size_v", spec.head_size_v)
+        # Raises for a dtype that nobody knows, and for padding below the real size.
+        check_positive("page_size_bytes", spec.page_size_bytes)
     if isinstance(spec, SlidingWindowSpec):
         check_positive("sliding_window", spec.sliding_window)
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -56,15 +67,36 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
 
 def check_positive(what: str, value: object, parameter: str | None = None) -> None:
     """ImpossibleCacheError unless `value` is an integer above 0."""
-    if not isinstance(value, int) or value < 1:
+    if not _is_integer(value) or value < 1:
         raise ImpossibleCacheError(f"{what} is {value!r}; it must be an integer above 0", parameter)
 
 
-def _check_sinks(spec: SinkFullAttentionSpec) -> None:
-    sink_len = spec.sink_len or 0
-    if sink_len <= 0 or sink_len % spec.block_size:
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_share(what: str, value: object, parameter: str) -> None:
+    """ImpossibleCacheError unless `value` is a number from 0, but below 1."""
+    is_number = _is_integer(value) or isinstance(value, float)
+    if not is_number or not 0 <= cast("float", value) < 1:
         raise ImpossibleCacheError(
-            f"sink_len is {sink_len}; it must be a multiple of the block size {spec.block_size}, "
+            f"{what} is {value!r}; it must be at least 0 and below 1", parameter
+        )
+
+
+def check_multiple(what: str, value: object, of: int, parameter: str | None = None) -> None:
+    """ImpossibleCacheError unless `value` is a multiple of `of`, and above 0."""
+    if not _is_integer(value) or value < 1 or value % of:
+        raise ImpossibleCacheError(
+            f"{what} is {value!r}; it must be a multiple of {of}, and above 0", parameter
+        )
+
+
+def _check_sinks(spec: SinkFullAttentionSpec) -> None:
+    sink_len = spec.sink_len
+    if not _is_integer(sink_len) or sink_len <= 0 or sink_len % spec.block_size:
+        raise ImpossibleCacheError(
+            f"sink_len is {sink_len!r}; it must be a multiple of the block size {spec.block_size}, "
             f"and above 0",
             "block_size",
         )
@@ -77,7 +109,10 @@ def _check_states(spec: MambaSpec) -> None:
             f"{', '.join(MAMBA_CACHE_MODES)}",
             "mamba_cache_mode",
         )
-    if spec.num_speculative_blocks < 0:
+    if not _is_integer(spec.num_speculative_blocks) or spec.num_speculative_blocks < 0:
         raise ImpossibleCacheError(
-            f"num_speculative_blocks is {spec.num_speculative_blocks}; it must be at least 0"
+            f"num_speculative_blocks is {spec.num_speculative_blocks!r}; it must be an integer, "
+            "at least 0"
         )
+    if spec.page_size_bytes < 1:
+        raise ImpossibleCacheError(f"a state of shapes {spec.shapes} takes no memory")

@@ -195,6 +195,10 @@ class KVCacheCoordinator(ABC):
         for manager in self.single_type_managers:
             manager.cache_blocks(request, num_computed_tokens)
 
+    def has_unregistered_gaps(self, request_id: str) -> bool:
+        """Whether a table has entries to register in front of others that are registered."""
+        return any(m.has_unregistered_gaps(request_id) for m in self.single_type_managers)
+
     def forget_registered(self, blocks: Iterable[tuple[int, KVCacheBlock]]) -> set[str]:
         """Blocks, each with its group, became unfindable while in use; whose they are."""
         by_group: dict[int, list[KVCacheBlock]] = {}

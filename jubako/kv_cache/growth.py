@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from jubako.kv_cache.block_pool import BlockPool
 from jubako.kv_cache.blocks import KVCacheBlock
-from jubako.kv_cache.hashing import group_suffix
 from jubako.kv_cache.managers.base import NEVER, NO_BLOCKS, SingleTypeKVCacheManager
 from jubako.kv_cache.managers.chunked_local import ChunkedLocalAttentionManager
 from jubako.kv_cache.managers.full_attention import FullAttentionManager
@@ -30,7 +29,7 @@ _PLAIN = (FullAttentionManager, SlidingWindowManager, ChunkedLocalAttentionManag
 class Edges:
     """Token counts below which nothing happens to a request's tables."""
 
-    __slots__ = ("allocation", "event", "hash", "skip", "uniform")
+    __slots__ = ("allocation", "event", "hash", "skip", "tables", "uniform")
 
     def __init__(self) -> None:
         self.event = 0
@@ -40,8 +39,10 @@ class Edges:
         self.uniform = True
         """Whether its tables are alike in all groups of one kind."""
         self.allocation: int | None = None
-        """Slots at which blocks are allocated; None if that is to be looked up, like `skip`."""
+        """Slots at which blocks are allocated; None if that is to be looked up, like what is
+        below."""
         self.skip = 0
+        self.tables: Sequence[list[KVCacheBlock]] = ()
 
     def move(self, event: int, hash_: int) -> None:
         """New counts for tables that may have changed."""
@@ -97,8 +98,12 @@ class TableGrowth:
         sizes = {manager.block_size for manager in managers}
         self.block_size = sizes.pop() if self.applies and len(sizes) == 1 else None
         """Tokens in a block of every group, if there is one such size."""
-        self._suffixes = [group_suffix(manager.kv_cache_group_id) for manager in managers]
-        self._drops = any(kind.drops for kind in self._kinds)
+        self._named = block_pool.entries_of([m.kv_cache_group_id for m in managers])
+        self._num_registered = [manager.num_cached_block for manager in managers]
+        self._dropping = [kind for kind in self._kinds if kind.drops]
+        self._dropping_groups = [
+            (place, kind) for place, (_, kind) in enumerate(self._groups) if kind.drops
+        ]
         self._no_blocks: tuple[Sequence[KVCacheBlock], ...] = (NO_BLOCKS,) * len(self._groups)
 
     def most_blocks(self, num_tokens: int) -> int | None:
@@ -131,65 +136,77 @@ class TableGrowth:
         requests: Sequence[KVCacheRequest],
         edges: Sequence[Edges],
         new_block_ids: dict[str, BlockIds],
-    ) -> bool:
+    ) -> list[int] | None:
         """`grow` by one token more than those computed, for all `requests` or for none.
 
-        `edges` are theirs, and are moved; ids of new blocks are noted by request id. False if the
-        pool has too few blocks; then nothing is changed. Only for groups of one block
-        size, where all groups lack or fill a block at the same time.
+        `edges` are theirs, and are moved; ids of new blocks are noted by request id. Returns the
+        slots at which each is due again; None if the pool has too few blocks, then nothing is
+        changed. Only for groups of one block size, where all groups lack or fill a block at the
+        same time.
         """
         size = self.block_size
         assert size is not None, "groups of several block sizes grow one by one"
-        tables = [manager.req_to_blocks for manager, _ in self._groups]
         num_growing = 0
         for request, edge in zip(requests, edges):
             if edge.allocation is None:
-                edge.allocation = len(tables[0][request.request_id]) * size + 1
-                edge.skip = 0 if self._drops else NEVER
+                edge.tables = self._tables_of(request.request_id)
+                edge.allocation = len(edge.tables[0]) * size + 1
+                edge.skip = 0 if self._dropping else NEVER
             if request.num_tokens >= edge.allocation:
                 num_growing += 1
         needed = num_growing * len(self._groups)
         # With that many free, what one request drops is not what the next one takes.
         if needed > self._pool.get_num_free_blocks():
-            return False
+            return None
         taken = iter(self._pool.get_new_blocks(needed))
         removed: list[KVCacheBlock] = []
+        events = []
         for request, edge in zip(requests, edges):
-            request_id, num_tokens = request.request_id, request.num_tokens
-            own = [table[request_id] for table in tables]
+            num_tokens = request.num_tokens
+            allocation = edge.allocation or 0
             if num_tokens >= edge.skip:
-                removed += self._take_skipped(request_id, num_tokens - 1)
+                removed += self._take_skipped(edge.tables, num_tokens - 1)
                 edge.skip = 1 + min(
-                    [k.lead.next_skip_tokens(num_tokens - 1) for k in self._kinds if k.drops]
+                    [kind.lead.next_skip_tokens(num_tokens - 1) for kind in self._dropping]
                 )
-            if num_tokens >= (edge.allocation or 0):
+            if num_tokens >= allocation:
                 ids = []
                 # One block a group, dealt in the order of the groups.
-                for table, block in zip(own, taken):
+                for table, block in zip(edge.tables, taken):
                     table.append(block)
                     ids.append([block.block_id])
-                new_block_ids[request_id] = tuple(ids)
-                edge.allocation = len(own[0]) * size + 1
+                new_block_ids[request.request_id] = tuple(ids)
+                edge.allocation = allocation = allocation + size
             if num_tokens >= edge.hash:
-                if num_tokens - edge.hash < size and self._pool.cache_filled_block(
-                    request, edge.hash // size - 1, size, own, self._suffixes
-                ):
-                    filled = edge.hash // size
-                    for manager, _ in self._groups:
-                        manager.num_cached_block[request_id] = filled
-                else:
-                    for manager, _ in self._groups:
-                        manager.cache_blocks(request, num_tokens)
+                self._register_filled(request, edge, num_tokens, size)
                 edge.hash = (num_tokens // size + 1) * size
-            edge.event = min(edge.allocation or 0, edge.skip, edge.hash)
+            edge.event = event = min(allocation, edge.skip, edge.hash)
+            events.append(event)
         if removed:
             self._pool.free_blocks(removed)
-        return True
+        return events
+
+    def _tables_of(self, request_id: str) -> list[list[KVCacheBlock]]:
+        return [manager.req_to_blocks[request_id] for manager, _ in self._groups]
+
+    def _register_filled(
+        self, request: KVCacheRequest, edge: Edges, num_tokens: int, size: int
+    ) -> None:
+        """Make what `num_tokens` tokens fill findable: nearly always one block a group."""
+        filled = edge.hash // size
+        if num_tokens - edge.hash < size and self._pool.cache_filled_block(
+            request, filled - 1, size, edge.tables, self._named
+        ):
+            request_id = request.request_id
+            for registered in self._num_registered:
+                registered[request_id] = filled
+        else:
+            self._register(request, num_tokens)
 
     def _survey(self, request_id: str, num_computed_tokens: int, num_slots: int) -> int:
         """Drop what is no longer read; how many blocks all groups together lack."""
-        if self._drops:
-            removed = self._take_skipped(request_id, num_computed_tokens)
+        if self._dropping:
+            removed = self._take_skipped(self._tables_of(request_id), num_computed_tokens)
             if removed:
                 self._pool.free_blocks(removed)
         needed = 0
@@ -200,19 +217,20 @@ class TableGrowth:
                 needed += missing * kind.size
         return needed
 
-    def _take_skipped(self, request_id: str, num_computed_tokens: int) -> list[KVCacheBlock]:
-        """Take what no later token reads out of the tables, each deepest first."""
+    def _take_skipped(
+        self, tables: Sequence[list[KVCacheBlock]], num_computed_tokens: int
+    ) -> list[KVCacheBlock]:
+        """Take what no later token reads out of a request's tables, each deepest first."""
         removed: list[KVCacheBlock] = []
-        for kind in self._kinds:
-            if kind.drops:
-                skipped = kind.lead.get_num_skipped_tokens(num_computed_tokens)
-                kind.num_skipped = skipped // kind.block_size
+        for kind in self._dropping:
+            skipped = kind.lead.get_num_skipped_tokens(num_computed_tokens)
+            kind.num_skipped = skipped // kind.block_size
         null_block = self._pool.null_block
-        for manager, kind in self._groups:
-            if not kind.num_skipped:
-                continue
-            table = manager.req_to_blocks[request_id]
-            index = min(kind.num_skipped, len(table)) - 1
+        for place, kind in self._dropping_groups:
+            table = tables[place]
+            index = kind.num_skipped - 1
+            if index >= len(table):
+                index = len(table) - 1
             while index >= 0:
                 block = table[index]
                 # Everything before a null entry went earlier.

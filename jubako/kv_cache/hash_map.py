@@ -6,9 +6,15 @@ than merged: merging would rewrite an id in a table that the worker already has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from jubako.kv_cache.blocks import BlockHash, BlockHashWithGroupId, KVCacheBlock
+from jubako.kv_cache.blocks import (
+    GROUP_ID_BYTES,
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+)
+from jubako.kv_cache.hashing import get_block_hash
 
 Entry = KVCacheBlock | dict[int, KVCacheBlock]
 
@@ -19,42 +25,62 @@ class BlockHashToBlockMap:
     """Key to one block, or to a dict of blocks by id once two share the key. `len` counts keys."""
 
     def __init__(self) -> None:
-        # A block on its own spares the dict that nearly no key needs.
-        self._cache: dict[BlockHashWithGroupId, Entry] = {}
-        self.add_if_first = self._cache.setdefault
-        """`insert` for a key that is most likely new: anything but `block` itself in return means
-        that the key has others, and that `add_copy` must follow."""
+        # A map for each group: then the groups share one hash object, and the keys need not exist.
+        self._groups: dict[bytes, dict[BlockHash, Entry]] = {}
         self._num_shared = 0
-        """Keys that have a dict."""
+        """Keys that have a dict of blocks; a block on its own spares the dict that nearly no key
+        needs."""
+
+    def of_group(self, suffix: bytes) -> dict[BlockHash, Entry]:
+        """The entries of one group by block hash. Whoever inserts with `setdefault`, and does not
+        get the own block back, calls `add_copy`."""
+        entries = self._groups.get(suffix)
+        if entries is None:
+            entries = self._groups[suffix] = {}
+        return entries
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        for entries in self._groups.values():
+            entries.clear()
+        self._num_shared = 0
 
     def __len__(self) -> int:
-        return len(self._cache)
+        return sum(map(len, self._groups.values()))
 
     def __contains__(self, key: BlockHashWithGroupId) -> bool:
-        return key in self._cache
+        return get_block_hash(key) in self.of_group(key[-GROUP_ID_BYTES:])
+
+    def items(self) -> Iterator[tuple[BlockHashWithGroupId, list[KVCacheBlock]]]:
+        """All keys, each with its blocks, the oldest first."""
+        for suffix, entries in self._groups.items():
+            for block_hash, entry in entries.items():
+                blocks = [entry] if isinstance(entry, KVCacheBlock) else list(entry.values())
+                yield BlockHashWithGroupId(block_hash + suffix), blocks
 
     def get_one_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """The oldest block under `key`, or None."""
-        entry = self._cache.get(key)
+        return self.get_oldest(get_block_hash(key), key[-GROUP_ID_BYTES:])
+
+    def get_oldest(self, block_hash: BlockHash, suffix: bytes) -> KVCacheBlock | None:
+        """`get_one_block` for a key in two parts."""
+        entry = self.of_group(suffix).get(block_hash)
         if entry is None or isinstance(entry, KVCacheBlock):
             return entry
-        assert isinstance(entry, dict), f"{type(entry).__name__} in the block map"
-        return next(iter(entry.values()))
+        return next(iter(_copies(entry).values()))
 
     def get_run(
         self, block_hashes: Sequence[BlockHash], start: int, stop: int, suffix: bytes
     ) -> list[KVCacheBlock]:
         """The oldest blocks of hashes `start` to `stop` of one group, up to the first without."""
-        get = self._cache.get
+        get = self.of_group(suffix).get
         stop = min(stop, len(block_hashes))
         run: list[KVCacheBlock] = []
         # Whole chunks are looked up without a loop in Python; they grow, so that little is looked
         # up beyond the end of a short run. Most runs that end early end at once.
         size = 1
         while start < stop:
-            chunk = block_hashes[start : min(start + size, stop)]
-            keys = [block_hash + suffix for block_hash in chunk]
-            entries = list(map(get, keys))  # type: ignore[arg-type]
+            entries = list(map(get, block_hashes[start : min(start + size, stop)]))
             # A block is always true: `all` asks without comparing each with None.
             complete = all(entries)
             if not complete:
@@ -75,42 +101,60 @@ class BlockHashToBlockMap:
 
     def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> bool:
         """Add `block` under `key`; True if it is the first there."""
-        if self._cache.setdefault(key, block) is block:
+        return self.add(get_block_hash(key), key[-GROUP_ID_BYTES:], block)
+
+    def add(self, block_hash: BlockHash, suffix: bytes, block: KVCacheBlock) -> bool:
+        """`insert` under a key in two parts."""
+        entries = self.of_group(suffix)
+        if entries.setdefault(block_hash, block) is block:
             return True
-        self.add_copy(key, block)
+        self.add_copy(entries, block_hash, block)
         return False
 
-    def insert_all(self, keys: Sequence[BlockHashWithGroupId], blocks: list[KVCacheBlock]) -> None:
-        """`insert` for each key and block, without a loop in Python where all keys are new."""
-        entries = list(map(self._cache.setdefault, keys, blocks))
-        if entries != blocks:
-            for key, block, entry in zip(keys, blocks, entries):
+    def add_all(
+        self, block_hashes: Sequence[BlockHash], suffix: bytes, blocks: list[KVCacheBlock]
+    ) -> None:
+        """`add` for each hash and block, without a loop in Python where all are new."""
+        entries = self.of_group(suffix)
+        present = list(map(entries.setdefault, block_hashes, blocks))
+        if present != blocks:
+            for block_hash, block, entry in zip(block_hashes, blocks, present):
                 if entry is not block:
-                    self.add_copy(key, block)
+                    self.add_copy(entries, block_hash, block)
 
-    def add_copy(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> None:
-        """Add `block` under `key`, which has another block already."""
-        entry = self._cache[key]
+    def add_copy(
+        self, entries: dict[BlockHash, Entry], block_hash: BlockHash, block: KVCacheBlock
+    ) -> None:
+        """Add `block` under a hash that has another block already in its group."""
+        entry = entries[block_hash]
         if isinstance(entry, KVCacheBlock):
-            self._cache[key] = {entry.block_id: entry, block.block_id: block}
+            entries[block_hash] = {entry.block_id: entry, block.block_id: block}
             self._num_shared += 1
         else:
-            assert isinstance(entry, dict), f"{type(entry).__name__} in the block map"
-            entry[block.block_id] = block
+            _copies(entry)[block.block_id] = block
 
     def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
         """Remove that id under that key and return it; None, and no change, if it is not there."""
-        entry = self._cache.get(key)
+        return self.take(get_block_hash(key), key[-GROUP_ID_BYTES:], block_id)
+
+    def take(self, block_hash: BlockHash, suffix: bytes, block_id: int) -> KVCacheBlock | None:
+        """`pop` under a key in two parts."""
+        entries = self.of_group(suffix)
+        entry = entries.get(block_hash)
         if entry is None:
             return None
         if isinstance(entry, KVCacheBlock):
             if entry.block_id != block_id:
                 return None
-            del self._cache[key]
+            del entries[block_hash]
             return entry
-        assert isinstance(entry, dict), f"{type(entry).__name__} in the block map"
-        block = entry.pop(block_id, None)
+        block = _copies(entry).pop(block_id, None)
         if not entry:
-            del self._cache[key]
+            del entries[block_hash]
             self._num_shared -= 1
         return block
+
+
+def _copies(entry: object) -> dict[int, KVCacheBlock]:
+    assert isinstance(entry, dict), f"{type(entry).__name__} in the block map"
+    return entry

@@ -22,7 +22,7 @@ from typing import Any, overload
 
 import msgspec
 
-from jubako.kv_cache.blocks import BlockHash, BlockHashWithGroupId
+from jubako.kv_cache.blocks import GROUP_ID_BYTES, BlockHash, BlockHashWithGroupId
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ ExternalBlockHash = bytes | int
 
 _DIGEST_BYTES = 32
 _EXTRA_KEYS_PERSON = b"jbk-extra"
-_GROUP_ID_BYTES = 4
 _pack_extra_keys = msgspec.msgpack.encode
 
 NONE_HASH = BlockHash(b"")
@@ -45,15 +44,20 @@ def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> Block
 
 def group_suffix(group_id: int) -> bytes:
     """What is appended to a block hash to make it a key of that group."""
-    return group_id.to_bytes(_GROUP_ID_BYTES, "big")
+    return group_id.to_bytes(GROUP_ID_BYTES, "big")
 
 
 def get_block_hash(key: BlockHashWithGroupId) -> BlockHash:
-    return BlockHash(key[:-_GROUP_ID_BYTES])
+    return BlockHash(key[:-GROUP_ID_BYTES])
 
 
 def get_group_id(key: BlockHashWithGroupId) -> int:
-    return int.from_bytes(key[-_GROUP_ID_BYTES:], "big")
+    return group_of(key[-GROUP_ID_BYTES:])
+
+
+def group_of(suffix: bytes) -> int:
+    """The group whose `group_suffix` it is."""
+    return int.from_bytes(suffix, "big")
 
 
 def sha256(value: Any) -> bytes:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence, Set
 from math import lcm
 
 from jubako.kv_cache.blocks import KVCacheBlock, KVCacheBlocks
+from jubako.kv_cache.checks import check_multiple, check_share
 from jubako.kv_cache.config import KVCacheConfig
 from jubako.kv_cache.coordinator import CoordinatorOptions, GroupBlocks, get_kv_cache_coordinator
-from jubako.kv_cache.errors import ImpossibleCacheError
 from jubako.kv_cache.events import BlockStored, Event, spec_kind
 from jubako.kv_cache.growth import BlockIds, Edges, TableGrowth
+from jubako.kv_cache.local_blocks import LocalBlocks
 from jubako.kv_cache.lookup_memory import CacheHit
 from jubako.kv_cache.managers import CrossAttentionManager
 from jubako.kv_cache.metrics import KVCacheMetricsCollector, PrefixCacheStats
@@ -50,10 +51,9 @@ class KVCacheManager:
         free_unhashed_first: bool = False,
         use_int_block_hashes: bool = False,
     ) -> None:
-        if not 0 <= watermark < 1:
-            raise ImpossibleCacheError(
-                f"watermark is {watermark}; it must be at least 0 and below 1", "watermark"
-            )
+        check_share("watermark", watermark, "watermark")
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = max_model_len
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.use_eagle = use_eagle
@@ -63,7 +63,7 @@ class KVCacheManager:
             kv_cache_config,
             CoordinatorOptions(
                 max_model_len=max_model_len,
-                max_num_batched_tokens=max_num_batched_tokens or max_model_len,
+                max_num_batched_tokens=max_num_batched_tokens,
                 hash_block_size=hash_block_size,
                 enable_caching=enable_caching and bool(kv_cache_config.kv_cache_groups),
                 use_eagle=use_eagle,
@@ -84,6 +84,10 @@ class KVCacheManager:
             self.coordinator.single_type_managers, self.block_pool, self.enable_caching
         )
         sizes = [manager.block_size for manager in self.coordinator.single_type_managers]
+        if scheduler_block_size is not None:
+            # Without a prefix cache no group goes on from a border of its own.
+            of = lcm(*sizes) if self.enable_caching else 1
+            check_multiple("scheduler_block_size", scheduler_block_size, of)
         self.scheduler_block_size = scheduler_block_size or lcm(*sizes)
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         # One for all results without blocks: decode steps make no garbage.
@@ -123,6 +127,13 @@ class KVCacheManager:
             self._lookups.put(request, hit)
         return hit.blocks, hit.length
 
+    def get_local_blocks(self, request: KVCacheRequest) -> tuple[LocalBlocks, ...]:
+        """For each group which blocks of a new request it has, for whoever brings the others."""
+        return tuple(
+            LocalBlocks(manager, self.block_pool, request)
+            for manager in self.coordinator.single_type_managers
+        )
+
     def get_shared_prefix_tokens(self, request: KVCacheRequest) -> int:
         """Leading tokens that the full-attention groups have cached, whatever the others lack.
 
@@ -153,15 +164,15 @@ class KVCacheManager:
 
         The tokens of a request, from left to right: `request.num_computed_tokens` in its table;
         `num_new_computed_tokens` just found (`new_computed_blocks`); `num_external_computed_tokens`
-        that a connector loads; `num_new_tokens` to compute, drafts included; `num_lookahead_tokens`
-        that the drafter writes.
+        that a connector loads, into new blocks where those found are null or end; `num_new_tokens`
+        to compute, drafts included; `num_lookahead_tokens` that the drafter writes.
 
         None means "not now": no block was taken and nothing became findable. With
         `full_sequence_must_fit` it also means that the whole request would not fit.
         `reserved_blocks` of the free blocks are not for this request. `delay_cache_blocks` leaves
         the registering to a later `cache_blocks`. ValueError if there is nothing to allocate for.
         """
-        if num_new_tokens == 0 and num_external_computed_tokens == 0:
+        if num_new_tokens < 1 and (num_new_tokens < 0 or num_external_computed_tokens < 1):
             raise ValueError(f"no tokens to allocate for request {request.request_id}")
         request_id = request.request_id
         edges = self._edges.get(request_id)
@@ -228,16 +239,18 @@ class KVCacheManager:
         if edges is None:
             self._record_lookup(request, num_new_computed_tokens, hits, lookup)
             self._edges[request_id] = edges = Edges()
+            if num_external_computed_tokens and any_hits:
+                edges.uniform = not self.coordinator.has_unregistered_gaps(request_id)
         edges.move(*coordinator.next_edges(request_id, total))
         return self.create_kv_cache_blocks(new_blocks)
 
     def grow_decodes(
         self, requests: Sequence[KVCacheRequest], new_block_ids: dict[str, BlockIds]
-    ) -> bool:
+    ) -> list[int] | None:
         """`allocate_slots(request, 1)` for requests that lack the KV of their last token only.
 
-        The ids of new blocks are noted by request id. False if the pool has too few for all: some
-        may have got theirs.
+        The ids of new blocks are noted by request id. Returns the `next_event_tokens` of each; None
+        if the pool has too few for all: some may have got theirs.
         """
         edges = [self._edges[request.request_id] for request in requests]
         if (
@@ -249,10 +262,10 @@ class KVCacheManager:
         for request in requests:
             blocks = self.allocate_slots(request, 1)
             if blocks is None:
-                return False
+                return None
             if not blocks.is_empty:
                 new_block_ids[request.request_id] = blocks.get_block_ids()
-        return True
+        return [self.next_event_tokens(request.request_id) for request in requests]
 
     def _grow(
         self, request: KVCacheRequest, edges: Edges, num_new_tokens: int, num_lookahead_tokens: int

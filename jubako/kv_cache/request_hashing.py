@@ -13,6 +13,8 @@ from typing import Any
 
 from jubako.kv_cache import hashing
 from jubako.kv_cache.blocks import BlockHash
+from jubako.kv_cache.chain_memory import ChainMemory
+from jubako.kv_cache.checks import check_positive
 from jubako.kv_cache.hashing import (
     HashFunction,
     blake2b,
@@ -87,10 +89,12 @@ def _media_keys(features: Sequence[Any], start: int, end: int, index: int) -> tu
 def get_request_block_hasher(block_size: int, caching_hash_fn: HashFunction) -> RequestBlockHasher:
     """A function that returns the hashes of the blocks of a request that became full since its last
     call: those from `len(request.block_hashes)` on. The caller appends them to `block_hashes`."""
+    check_positive("block_size", block_size, "block_size")
     if not hashing.NONE_HASH:
         init_none_hash(caching_hash_fn)
 
     pack_block = Struct(f"<{block_size}i").pack
+    memory = ChainMemory(block_size * _TOKEN_BYTES)
 
     def hash_full_blocks(request: HashedRequest) -> list[BlockHash]:
         known = len(request.block_hashes)
@@ -108,24 +112,40 @@ def get_request_block_hasher(block_size: int, caching_hash_fn: HashFunction) -> 
             # A decode has filled a block: nothing but its tokens counts.
             tokens = request.all_token_ids[known * block_size : full * block_size]
             return [blake2b_next(request.block_hashes[-1], pack_block(*tokens))]
-        return _hash_blocks(request, known, full, block_size, caching_hash_fn)
+        return _hash_blocks(request, known, full, block_size, caching_hash_fn, memory)
 
     return hash_full_blocks
 
 
 def _hash_blocks(
-    request: HashedRequest, known: int, full: int, block_size: int, hash_fn: HashFunction
+    request: HashedRequest,
+    known: int,
+    full: int,
+    block_size: int,
+    hash_fn: HashFunction,
+    memory: ChainMemory,
 ) -> list[BlockHash]:
     first = known * block_size
-    tokens: Any = request.all_token_ids[first : full * block_size]
+    tokens: Any = request.all_token_ids
     fast = hash_fn is blake2b
-    if fast:
-        tokens = token_bytes(tokens)
     stride = block_size * _TOKEN_BYTES if fast else block_size
+    if fast and not known:
+        # Bytes are cheaper to cut than lists.
+        tokens = token_bytes(tokens)[: full * stride]
+    else:
+        tokens = tokens[first : full * block_size]
+        if fast:
+            tokens = token_bytes(tokens)
     parent = request.block_hashes[-1] if known else hashing.NONE_HASH
     plain = not need_extra_keys(request) and request.prompt_embeds is None
     if fast and plain:
-        return blake2b_chain(parent, tokens, stride)
+        if known:
+            return blake2b_chain(parent, tokens, stride)
+        found = memory.get(parent, tokens)
+        rest = tokens[len(found) * stride :] if found else tokens
+        found += blake2b_chain(found[-1] if found else parent, rest, stride)
+        memory.put(tokens, found)
+        return found
     # Begins at the first item that is not over yet: a later item must never hide an earlier one.
     mm_idx = 0 if plain else _first_open_item(request.mm_features or (), first)
     keys: ExtraKeys = None

@@ -61,13 +61,19 @@ if TYPE_CHECKING:
         LogprobsLists,
         ModelRunnerOutput,
     )
+    from jubako.scheduler.multimodal_budget import MediaSize, MultiModalBudget
     from jubako.scheduler.output import (
         CachedRequestData,
         GrammarOutput,
         NewRequestData,
         SchedulerOutput,
     )
-    from jubako.scheduler.protocols import ECConnector, KVConnector, StructuredOutputManager
+    from jubako.scheduler.protocols import (
+        ECConnector,
+        GroupMatch,
+        KVConnector,
+        StructuredOutputManager,
+    )
     from jubako.scheduler.queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
     from jubako.scheduler.request import Request, RequestStatus
     from jubako.scheduler.scheduler import Scheduler
@@ -89,11 +95,14 @@ __all__ = [
     "FCFSRequestQueue",
     "FinishReason",
     "GrammarOutput",
+    "GroupMatch",
     "KVConnector",
     "KVConnectorOutput",
     "LoRARequest",
     "LogprobsLists",
+    "MediaSize",
     "ModelRunnerOutput",
+    "MultiModalBudget",
     "MultiModalFeatureSpec",
     "NewRequestData",
     "OverlappingScheduler",
@@ -121,6 +130,7 @@ __getattr__ = exports_on_use(
         "engine_output",
         "features",
         "model_output",
+        "multimodal_budget",
         "output",
         "protocols",
         "queue",

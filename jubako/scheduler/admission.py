@@ -91,10 +91,12 @@ class AdmissionPlanner(RunningPlanner):
             hit_blocks, num_hits = manager.get_computed_blocks(request)
             if self.chunk_ends.block_size > 1:
                 request.shared_prefix_tokens = manager.get_shared_prefix_tokens(request)
-            matched, loads_outside = self.transfers.lookup(request, num_hits, plan.timestamp)
-            if matched is None:
+            match = self.transfers.lookup.find(request, num_hits, plan.timestamp)
+            if match is None:
                 return Verdict.SET_ASIDE
-            num_external = matched
+            num_external, loads_outside = match.num_tokens, match.is_async
+            if match.blocks is not None:
+                hit_blocks = match.blocks
         computed = request.num_computed_tokens + num_hits + num_external
         if self._must_wait_for_others(request, computed, num_hits, num_external, plan):
             return Verdict.BLOCKED

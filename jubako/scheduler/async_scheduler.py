@@ -59,13 +59,16 @@ class OverlappingScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """See `Scheduler`; for the oldest step in flight."""
-        if self._ended_in_flight:
-            self._forget_ended(scheduler_output)
-        self._coming_back = dict(scheduler_output.num_scheduled_tokens)
         try:
             return super().update_from_output(scheduler_output, model_runner_output)
         finally:
             self._coming_back = {}
+
+    def _begin_update(self, scheduler_output: SchedulerOutput) -> None:
+        super()._begin_update(scheduler_output)
+        if self._ended_in_flight:
+            self._forget_ended(scheduler_output)
+        self._coming_back = dict(scheduler_output.num_scheduled_tokens)
 
     def _forget_ended(self, scheduler_output: SchedulerOutput) -> None:
         counts = scheduler_output.num_scheduled_tokens

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from jubako.scheduler.ends import Ends
 from jubako.scheduler.model_output import DraftTokenIds
 from jubako.scheduler.output import GrammarOutput, SchedulerOutput
 from jubako.scheduler.protocols import StructuredOutputManager
 from jubako.scheduler.request import Request, RequestStatus
-from jubako.scheduler.state import SchedulerState
 
 
-class DraftsAndGrammars(SchedulerState):
+class DraftsAndGrammars(Ends):
     """What a step is told between planning and sampling, about each request by itself."""
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:

@@ -44,6 +44,8 @@ class EncoderCacheManager:
         """Outputs whose room is taken, but which have yet to come from elsewhere."""
         self._sending: dict[str, set[EncoderInput]] = {}
         """References that stay until an output has been sent."""
+        self._yielding: dict[EncoderInput, str] = {}
+        """References that give way when their room is needed, and the outputs that they are to."""
         self._sizes: dict[str, int] = {}
         self._stats = EncoderCacheStats()
 
@@ -94,6 +96,9 @@ class EncoderCacheManager:
 
     def make_room(self, size: int) -> bool:
         """Drop unused outputs, the oldest first, until `size` embeddings are free."""
+        while size > self.num_freeable_slots and self._yielding:
+            reference, identifier = next(iter(self._yielding.items()))
+            self._release(identifier, reference)
         if size > self.num_freeable_slots:
             return False
         while size > self.num_free_slots:
@@ -120,7 +125,15 @@ class EncoderCacheManager:
         """The request needs this item no longer."""
         self._release(request.mm_features[input_id].identifier, (request.request_id, input_id))
 
+    def yield_encoder_input(self, request: Request, input_id: int) -> None:
+        """The request could still use this item, but others that need its room go first."""
+        identifier = request.mm_features[input_id].identifier
+        reference = (request.request_id, input_id)
+        if reference in self.cached.get(identifier, ()):
+            self._yielding[reference] = identifier
+
     def _release(self, identifier: str, reference: EncoderInput) -> None:
+        self._yielding.pop(reference, None)
         references = self.cached.get(identifier)
         if references is None or reference not in references:
             return
@@ -147,14 +160,17 @@ class EncoderCacheManager:
         self.loading.discard(identifier)
         self._release(identifier, _LOADING)
 
-    def keep_for_sending(self, request: Request) -> None:
-        """What an ended request holds stays until it is reported as sent."""
+    def keep_for_sending(self, request: Request) -> set[str]:
+        """What an ended request holds stays until it is reported as sent; identifiers of that."""
         owner = f"ec:{request.request_id}"
+        kept = set()
         for input_id in self.get_cached_input_ids(request):
             identifier = request.mm_features[input_id].identifier
             reference = (owner, input_id)
             self.cached[identifier].add(reference)
             self._sending.setdefault(identifier, set()).add(reference)
+            kept.add(identifier)
+        return kept
 
     def release_sent(self, identifier: str) -> None:
         """An output has been sent; unknown ones are ignored."""
@@ -191,6 +207,7 @@ class EncoderCacheManager:
         for input_id, feature in enumerate(request.mm_features):
             if feature.identifier in own:
                 self.cached[feature.identifier].discard((request.request_id, input_id))
+                self._yielding.pop((request.request_id, input_id), None)
             else:
                 self.free_encoder_input(request, input_id)
         orphans: list[tuple[str, EncoderInput]] = []
@@ -212,7 +229,8 @@ class EncoderCacheManager:
             self._forget(identifier)
 
     def _forget(self, identifier: str) -> None:
-        del self.cached[identifier]
+        for reference in self.cached.pop(identifier):
+            self._yielding.pop(reference, None)
         self._sending.pop(identifier, None)
         self.loading.discard(identifier)
         size = self._sizes.pop(identifier)

@@ -58,6 +58,10 @@ class EncoderDecoderCacheManager(EncoderCacheManager):
         """The request needs this item no longer."""
         self._add_free(self.held.pop((request.request_id, input_id), 0))
 
+    def yield_encoder_input(self, request: Request, input_id: int) -> None:
+        """The request needs this item no longer."""
+        self.free_encoder_input(request, input_id)
+
     def get_cached_input_ids(self, request: Request) -> set[int]:
         """All items: whoever asks is past its first token."""
         return set(range(len(request.mm_features)))

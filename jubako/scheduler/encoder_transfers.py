@@ -7,8 +7,10 @@ room in the encoder cache from the beginning, so that it never arrives in vain.
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
+from jubako.config import ECTransferConfig
 from jubako.scheduler.encoder_cache import EncoderCacheManager
 from jubako.scheduler.model_output import ECConnectorOutput
 from jubako.scheduler.output import SchedulerOutput
@@ -21,19 +23,23 @@ logger = logging.getLogger(__name__)
 class EncoderTransfers:
     """Loads, outputs kept for sending, and guarded calls of the connector's scheduler half.
 
-    An output that has not come after `load_timeout_s` seconds is computed instead.
+    An output that has not come in time is computed instead; one that has not been sent in time may
+    be dropped.
     """
 
     def __init__(
-        self, connector: ECConnector | None, cache: EncoderCacheManager, load_timeout_s: float
+        self, connector: ECConnector | None, cache: EncoderCacheManager, options: ECTransferConfig
     ) -> None:
         self.connector = connector
         self._cache = cache
-        self._timeout = load_timeout_s
+        self._timeout = options.ec_load_timeout_s
+        self._send_timeout = options.ec_send_timeout_s
         self._deadlines: dict[str, float] = {}
         """Outputs that are loaded outside steps, in the order in which they began."""
         self._waiting: dict[str, list[Request]] = {}
         """Who waits for each of them."""
+        self._send_deadlines: dict[str, float] = {}
+        """Outputs that are kept for sending; each has until the last that wants it is overdue."""
 
     @property
     def is_busy(self) -> bool:
@@ -91,6 +97,7 @@ class EncoderTransfers:
         for identifier in report.failed_recving or ():
             woken += self._give_up(identifier)
         for identifier in report.finished_sending or ():
+            self._send_deadlines.pop(identifier, None)
             self._cache.release_sent(identifier)
         return woken
 
@@ -102,6 +109,19 @@ class EncoderTransfers:
                 break
             woken += self._give_up(identifier)
         return woken
+
+    def expire_sends(self, now: float) -> None:
+        """Keep no longer what has not been reported as sent in time."""
+        for identifier, deadline in list(self._send_deadlines.items()):
+            if deadline > now:
+                break
+            logger.warning(
+                "An encoder output was not reported as sent within %g seconds; it is kept no "
+                "longer.",
+                self._send_timeout,
+            )
+            del self._send_deadlines[identifier]
+            self._cache.release_sent(identifier)
 
     def _end(self, identifier: str) -> list[Request]:
         self._deadlines.pop(identifier, None)
@@ -130,7 +150,11 @@ class EncoderTransfers:
                     request.request_id,
                 )
             if sends:
-                self._cache.keep_for_sending(request)
+                deadline = time.monotonic() + self._send_timeout
+                for identifier in self._cache.keep_for_sending(request):
+                    # The latest stands last.
+                    self._send_deadlines.pop(identifier, None)
+                    self._send_deadlines[identifier] = deadline
         self._cache.free(request)
 
     def build_metadata(self, output: SchedulerOutput) -> tuple[Any, bool]:
@@ -146,6 +170,7 @@ class EncoderTransfers:
     def reset(self) -> list[Request]:
         """All outputs are forgotten; who waited for one of them."""
         self._deadlines.clear()
+        self._send_deadlines.clear()
         woken = [request for waiting in self._waiting.values() for request in waiting]
         self._waiting.clear()
         return woken

@@ -51,6 +51,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     request_id: str
     new_token_ids: list[int]
     """Trimmed at the stop token, which is included."""
+    num_cached_tokens: int = 0
     new_logprobs: LogprobsLists | None = None
     new_prompt_logprobs_tensors: LogprobsLists | None = None
     """All prompt positions but the first."""
@@ -61,7 +62,6 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     events: list[EngineCoreEvent] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     trace_headers: Mapping[str, str] | None = None
-    num_cached_tokens: int = 0
     num_external_computed_tokens: int = 0
     num_nans_in_logits: int = 0
     error: str | None = None

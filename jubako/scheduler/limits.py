@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 from jubako.config import JubakoConfig
 from jubako.errors import ConfigError, NotImplementedFeatureError, ValidationError
 from jubako.kv_cache import KVCacheConfig
-from jubako.scheduler.request import Request
+from jubako.scheduler.request import Request, RequestStatus
 
 DEFAULT_BLOCK_SIZE = 16
 """Of a model without KV, where nothing depends on it."""
@@ -46,8 +48,14 @@ def check_options(config: JubakoConfig, kv_cache_config: KVCacheConfig, max_mode
         )
 
 
-def check_hooks(connector: object, *, is_encoder_decoder: bool) -> None:
+def check_hooks(connector: object, ec_connector: object, *, is_encoder_decoder: bool) -> None:
     """Raise `ConfigError` for hooks that do not go with the model."""
+    if ec_connector is not None and is_encoder_decoder:
+        raise ConfigError(
+            "ec_connector is set, but this model reads an encoder output in one step only, so none "
+            "is kept that could be shared; leave it out.",
+            "ec_connector",
+        )
     if connector is not None and is_encoder_decoder:
         raise ConfigError(
             "kv_connector is set, but this model has cross attention, whose KV cannot be "
@@ -85,13 +93,87 @@ def check_session(request: Request) -> None:
         )
 
 
+def check_order(request: Request) -> None:
+    """Raise `ValidationError` for a request that cannot be told from others, or be put in line."""
+    request_id = request.request_id
+    if not isinstance(request_id, str):
+        raise ValidationError(
+            f"request_id must be a string, got {request_id!r}.", "request_id", request_id
+        )
+    if request.is_finished or request.num_computed_tokens or not is_new(request):
+        raise ValidationError(
+            f"Request {request_id!r} has been scheduled before; make a new one.", "request_id"
+        )
+    priority, arrival_time = request.priority, request.arrival_time
+    if not isinstance(priority, int):
+        raise ValidationError(f"priority must be an integer, got {priority!r}.", "priority")
+    if not isinstance(arrival_time, (int, float)) or not isfinite(arrival_time):
+        raise ValidationError(
+            f"arrival_time must be a number of seconds, got {arrival_time!r}.", "arrival_time"
+        )
+    if request.sampling_params is not None and request.pooling_params is not None:
+        raise ValidationError(
+            "A request has sampling_params or pooling_params, not both.", "pooling_params"
+        )
+
+
+def is_new(request: Request) -> bool:
+    """Whether no scheduler has had the request yet."""
+    return request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_FSM)
+
+
+def check_media(request: Request) -> None:
+    """Raise `ValidationError` unless the media stand in the prompt, one after the other."""
+    embedded_to = offset = 0
+    for feature in request.mm_features:
+        position = feature.mm_position
+        stop = position.offset + position.length
+        if position.length < 1 or position.offset < offset or stop > request.num_prompt_tokens:
+            raise ValidationError(
+                f"A media item stands at {position.length} positions from {position.offset}; items "
+                f"must be in order and inside the {request.num_prompt_tokens} tokens of the "
+                "prompt.",
+                "mm_features",
+            )
+        offset = position.offset
+        mask = position.is_embed
+        if mask is None:
+            first, last = offset, stop
+        elif len(mask) != position.length:
+            raise ValidationError(
+                f"is_embed has {len(mask)} entries for a media item of {position.length} "
+                "positions.",
+                "mm_features",
+            )
+        elif True not in mask:
+            continue
+        else:
+            first = offset + mask.index(True)
+            last = stop - mask[::-1].index(True)
+        if first < embedded_to:
+            raise ValidationError(
+                f"Two media items want to be embedded at position {first}.", "mm_features"
+            )
+        embedded_to = last
+
+
 def check_request(
-    request: Request, *, max_model_len: int, policy: str, media_room: int, has_grammars: bool
+    request: Request,
+    *,
+    max_model_len: int,
+    policy: str,
+    media_room: int,
+    whole_items_up_to: int | None,
+    has_grammars: bool,
+    is_encoder_decoder: bool,
 ) -> None:
     """Raise `ValidationError` or `NotImplementedFeatureError` for a request that can never run.
 
-    `media_room` is the largest media item, in embeddings, that can be encoded.
+    `media_room` is the largest media item, in embeddings, that can be encoded; `whole_items_up_to`
+    the longest, in positions, where items may not be split. What an encoder-decoder model encodes
+    stands nowhere in the prompt.
     """
+    check_order(request)
     if request.resumable:
         check_session(request)
     if request.priority != 0 and policy != "priority":
@@ -109,6 +191,8 @@ def check_request(
         raise NotImplementedFeatureError(
             "Structured outputs are not supported by this engine.", "structured_outputs"
         )
+    if request.mm_features and not is_encoder_decoder:
+        check_media(request)
     largest = max(request.media_embeds, default=0)
     if largest > media_room:
         raise ValidationError(
@@ -117,3 +201,12 @@ def check_request(
             "mm_features",
             largest,
         )
+    if whole_items_up_to is not None:
+        longest = max((f.mm_position.length for f in request.mm_features), default=0)
+        if longest > whole_items_up_to:
+            raise ValidationError(
+                f"A media item takes {longest} positions; at most {whole_items_up_to} fit a step, "
+                "and this model computes an item in one.",
+                "mm_features",
+                longest,
+            )

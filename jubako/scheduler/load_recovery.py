@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
+from jubako.scheduler.ends import Ends
 from jubako.scheduler.model_output import KVConnectorOutput, ModelRunnerOutput
 from jubako.scheduler.output import SchedulerOutput
 from jubako.scheduler.request import Request, RequestStatus
-from jubako.scheduler.state import SchedulerState
 from jubako.scheduler.step_plan import StepPlan
 from jubako.scheduler.transfers import KVLoad
 
 LOAD_FAILED = "The KV cache of the request could not be loaded; send the request again."
 
 
-class LoadRecovery(SchedulerState):
+class LoadRecovery(Ends):
     """Follows loads to their end."""
 
     # -- what a step loads ----------------------------------------------------------------------

@@ -81,6 +81,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     num_invalid_spec_tokens: dict[str, int] | None = None
     kv_connector_metadata: Any = None
     ec_connector_metadata: Any = None
+    is_over: bool = False
+    """Whether its result has been taken, which happens once."""
 
 
 class GrammarOutput(msgspec.Struct, kw_only=True):

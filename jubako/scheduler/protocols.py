@@ -7,6 +7,7 @@ satisfy these protocols. Each is optional; None means that the feature is off.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,14 +49,32 @@ class StructuredOutputManager(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class GroupMatch:
+    """KV that a connector can bring to a model with several groups of layers."""
+
+    num_tokens: int
+    """Tokens from which the request can go on then, local ones included."""
+    load: tuple[Sequence[range], ...]
+    """For each group the blocks that come, as indices into the request's table. More than are
+    needed does no harm."""
+    is_async: bool
+    """Whether they come outside a step."""
+
+
 class KVConnector(Protocol):
     """The scheduler's half of a connector that brings KV from elsewhere and takes it there.
 
-    It may also have `on_new_request(request)`, called when a request arrives;
+    It may also have `lookup_groups(request, local) -> GroupMatch | None`, which is asked instead of
+    `get_num_new_matched_tokens` where there are several groups: `local` has one
+    `jubako.kv_cache.LocalBlocks` for each, so that nothing is brought that is here, and None means
+    that it is not known yet. Of the blocks it is told of, it fills those that are real and have no
+    hash. It may have `on_new_request(request)`, called when a request arrives;
     `get_kv_connector_stats()`, whose result joins the workers' statistics; `take_events()`, cache
     events since the last call; `has_pending_push_work()`, whether to go on stepping although no
-    request is left; `cancel_lookup(request)` and `cancel_load(request)`, when an answer or a
-    report is overdue.
+    request is left; `cancel_lookup(request)`, `cancel_load(request)` and `cancel_send(request)`,
+    when an answer or a report is overdue. A load that is cancelled must still be reported; blocks
+    whose sending is cancelled are used again at once.
     """
 
     def get_num_new_matched_tokens(

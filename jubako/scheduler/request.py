@@ -80,6 +80,7 @@ class Request:
         "cache_salt",
         "client_index",
         "drop_stale_tokens",
+        "due_step",
         "encodes_all",
         "ending_token_ids",
         "eos_token_id",
@@ -244,6 +245,8 @@ class Request:
 
         self.is_steady = False
         """Whether it is served among the steady decodes."""
+        self.due_step: int | None = None
+        """The step before which nothing but a token happens to it there."""
 
         self.num_output_placeholders = 0
         """Output tokens that steps in flight will bring, if all their drafts are accepted

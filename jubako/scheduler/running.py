@@ -56,7 +56,7 @@ class RunningPlanner(Waking):
             steady.clear(self.running)
             return
         plan.steady = steady
-        plan.num_scheduled = dict.fromkeys(steady.request_ids, 1)
+        plan.num_scheduled = steady.one_each.copy()
         plan.token_budget -= len(requests)
         if self.running[len(requests) - 1] is requests[-1]:
             plan.position = len(requests)
@@ -321,6 +321,7 @@ class RunningPlanner(Waking):
             self.encoder_cache_manager,
             split_items=not self.config.scheduler_config.disable_chunked_mm_input,
             ec_connector=None if request.encodes_all else self.ec_connector,
+            shift=self.drafter_shift,
             is_encoder_decoder=self.is_encoder_decoder,
         )
         if chunk.is_cut and self.chunk_ends.block_size > 1:

@@ -44,6 +44,8 @@ class Scheduler(AdmissionPlanner, DraftsAndGrammars):
         if not self.is_paused:
             # What has been loaded is there, so it may be shared at once.
             self._wake_blocked(plan.timestamp)
+        self.transfers.holds.expire(plan.timestamp)
+        self.encoder_transfers.expire_sends(plan.timestamp)
         self.kv_cache_manager.new_step_starts()
         # Earlier steps run before this one, so what they registered holds.
         self.kv_cache_manager.settle_registered_blocks()
@@ -112,6 +114,11 @@ class Scheduler(AdmissionPlanner, DraftsAndGrammars):
         return output
 
     @property
+    def _has_drafter(self) -> bool:
+        """Whether a drafter reads along, so that no decode is about one token only."""
+        return self.num_lookahead_tokens > 0 or self.drafter_shift > 0
+
+    @property
     def _sends_new_token_ids(self) -> bool:
         """Whether sampled tokens must travel back: with pipeline stages, the first knows none."""
         return self.config.parallel_config.pipeline_parallel_size > 1
@@ -139,15 +146,21 @@ class Scheduler(AdmissionPlanner, DraftsAndGrammars):
         for input_id, feature in enumerate(request.mm_features):
             position = feature.mm_position
             end = 1 if self.is_encoder_decoder else position.offset + position.length
-            if end <= request.num_computed_tokens:
+            if end + self.drafter_shift <= request.num_computed_tokens:
                 self.encoder_cache_manager.free_encoder_input(request, input_id)
+            elif end <= request.num_computed_tokens:
+                self.encoder_cache_manager.yield_encoder_input(request, input_id)
 
     # -- after the model ----------------------------------------------------------------------
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Append the step's tokens, end requests; what each front end is to hear, by its index."""
+        """Append the step's tokens, end requests; what each front end is to hear, by its index.
+
+        ValueError, with nothing changed, if the step's result was taken before.
+        """
+        self._begin_update(scheduler_output)
         void = self._take_failures(scheduler_output, model_runner_output)
         outputs: dict[int, list[EngineCoreOutput]] = {}
         ended: set[Request] = set()
@@ -182,7 +195,7 @@ class Scheduler(AdmissionPlanner, DraftsAndGrammars):
                     ended.add(request)
                 elif request.is_finished:
                     self.waiting.remove(request)
-            elif self.plans_steady and self._in_flight is None and not self.num_lookahead_tokens:
+            elif self.plans_steady and self._in_flight is None and not self._has_drafter:
                 self._steady.consider(request)
             outputs.setdefault(request.client_index, []).append(output)
         if ended:
@@ -193,6 +206,11 @@ class Scheduler(AdmissionPlanner, DraftsAndGrammars):
             outputs.setdefault(client_index, []).append(output)
         self._failed = []
         return self._to_messages(outputs)
+
+    def _begin_update(self, scheduler_output: SchedulerOutput) -> None:
+        if scheduler_output.is_over:
+            raise ValueError("this step's result has been taken already; hand in each step once")
+        scheduler_output.is_over = True
 
     def _update_steady(
         self,
@@ -224,7 +242,7 @@ class Scheduler(AdmissionPlanner, DraftsAndGrammars):
                     or request.all_token_ids[-1] in request.ending_token_ids
                 )
                 if not may_end or not check_stop(request):
-                    steady.note_token_event(request)
+                    steady.note_next_event(request)
                 else:
                     output = made[place]
                     output.finish_reason = request.finish_reason
@@ -294,11 +312,11 @@ class Scheduler(AdmissionPlanner, DraftsAndGrammars):
         output = EngineCoreOutput(
             request_id,
             new_token_ids,
+            request.num_cached_tokens,
             logprobs,
             prompt_logprobs,
             pooled,
             events=request.take_events() if request.events else None,
-            num_cached_tokens=request.num_cached_tokens,
         )
         if request.num_external_computed_tokens:
             output.num_external_computed_tokens = request.num_external_computed_tokens

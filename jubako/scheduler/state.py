@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Set
+from collections.abc import Set
+from math import lcm
 from typing import Any
 
 from jubako.config import JubakoConfig
-from jubako.errors import JubakoError, ValidationError
+from jubako.errors import ValidationError
 from jubako.kv_cache import (
     CrossAttentionSpec,
     KVCacheConfig,
@@ -27,7 +28,6 @@ from jubako.scheduler.encoder_transfers import EncoderTransfers
 from jubako.scheduler.engine_output import (
     EngineCoreEventType,
     EngineCoreOutput,
-    FinishReason,
     SpecDecodingStats,
 )
 from jubako.scheduler.limits import (
@@ -83,10 +83,13 @@ class SchedulerState:
         self.fair_prefill = options.fair_prefill and options.enable_chunked_prefill
         # Overtaking would let a less urgent request in before a more urgent one.
         self.admission_lookahead = 0 if self.policy == "priority" else options.admission_lookahead
-        self.max_encoder_tokens = options.max_num_encoder_input_tokens
+        self.max_encoder_tokens = options.max_num_encoder_input_tokens or options.token_budget
+        encoder_cache_size = options.encoder_cache_size or options.token_budget
         self.adapters = AdapterSlots(config.lora_config.max_loras)
         self.num_lookahead_tokens = 0
         """Slots behind a request's tokens that a drafter writes to."""
+        self.drafter_shift = 0
+        """How many positions further than the model a drafter reads embeddings."""
         self.num_spec_tokens = 0
         """Drafts that a request in flight is expected to bring (asynchronous scheduling)."""
         self.max_model_len = resolve_max_model_len(config, kv_cache_config)
@@ -96,23 +99,23 @@ class SchedulerState:
         self.is_encoder_decoder = any(isinstance(spec, CrossAttentionSpec) for spec in specs)
         self.chunk_ends = ChunkEnds(specs)
         self.has_recurrent = any(isinstance(spec, MambaSpec) for spec in specs)
-        check_hooks(connector, is_encoder_decoder=self.is_encoder_decoder)
+        check_hooks(connector, ec_connector, is_encoder_decoder=self.is_encoder_decoder)
         self._init_kv_cache(block_size, hash_block_size)
         self.encoder_cache_manager: EncoderCacheManager = (
-            EncoderDecoderCacheManager(options.encoder_cache_size)
+            EncoderDecoderCacheManager(encoder_cache_size)
             if self.is_encoder_decoder
-            else EncoderCacheManager(options.encoder_cache_size)
+            else EncoderCacheManager(encoder_cache_size)
         )
         self.transfers = KVTransfers(
             connector,
             self.kv_cache_manager,
             config.kv_transfer_config,
-            alignment=self.block_size,
+            alignment=lcm(self.block_size, *(spec.block_size for spec in specs)),
             has_recurrent=self.has_recurrent,
             log_stats=log_stats,
         )
         self.encoder_transfers = EncoderTransfers(
-            ec_connector, self.encoder_cache_manager, config.ec_transfer_config.ec_load_timeout_s
+            ec_connector, self.encoder_cache_manager, config.ec_transfer_config
         )
 
         self.requests: dict[str, Request] = {}
@@ -171,14 +174,9 @@ class SchedulerState:
         sizes = resolve_kv_cache_block_sizes(
             self.kv_cache_config, self.config.replace(cache_config=changes)
         )
-        self.block_size = block_size or sizes[0]
-        self.hash_block_size = hash_block_size or sizes[1]
+        self.block_size = sizes[0] if block_size is None else block_size
+        self.hash_block_size = sizes[1] if hash_block_size is None else hash_block_size
         self.enable_prefix_caching = caching
-        self.block_hasher = None
-        if caching or self.connector is not None:
-            self.block_hasher = get_request_block_hasher(
-                self.hash_block_size, get_hash_fn_by_name(cache.prefix_caching_hash_algo)
-            )
         self._kv_metrics = None
         if self.log_stats and cache.kv_cache_metrics:
             self._kv_metrics = KVCacheMetricsCollector(cache.kv_cache_metrics_sample)
@@ -195,6 +193,11 @@ class SchedulerState:
             max_num_batched_tokens=self.max_num_scheduled_tokens,
             watermark=cache.watermark,
         )
+        self.block_hasher = None
+        if caching or self.connector is not None:
+            self.block_hasher = get_request_block_hasher(
+                self.hash_block_size, get_hash_fn_by_name(cache.prefix_caching_hash_algo)
+            )
 
     # -- arrivals -----------------------------------------------------------------------------
 
@@ -205,7 +208,11 @@ class SchedulerState:
         can never run: a known id, an empty or too long prompt, a priority where none is scheduled.
         """
         request_id = request.request_id
-        if request_id in self.requests or request_id in self.finished_req_ids:
+        if (
+            request_id in self.requests
+            or request_id in self.finished_req_ids
+            or request_id in self.transfers.holds.of_request
+        ):
             raise ValidationError(
                 f"request_id {request_id!r} is in use; choose another.", "request_id", request_id
             )
@@ -214,13 +221,11 @@ class SchedulerState:
             max_model_len=self.max_model_len,
             policy=self.policy,
             media_room=min(self.max_encoder_tokens, self.encoder_cache_manager.cache_size),
+            whole_items_up_to=self._longest_whole_item,
             has_grammars=self.structured_output_manager is not None,
+            is_encoder_decoder=self.is_encoder_decoder,
         )
-        if request.block_hasher is None:
-            if self.block_hasher is not None:
-                request.attach_block_hasher(self.block_hasher, self.hash_block_size)
-        else:
-            request.set_hash_block_size(self.hash_block_size)
+        self._name_blocks(request)
         if request.sampling_params is not None and request.seed is None:
             request.seed = self._seeds.getrandbits(63)
         request.total_token_limit = min(request.total_token_limit, self.max_model_len)
@@ -237,6 +242,26 @@ class SchedulerState:
         self.transfers.new_request(request)
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
+
+    def _name_blocks(self, request: Request) -> None:
+        if request.block_hasher is not None:
+            request.set_hash_block_size(self.hash_block_size)
+        elif self.block_hasher is not None:
+            try:
+                request.attach_block_hasher(self.block_hasher, self.hash_block_size)
+            except (TypeError, ValueError, OverflowError, AttributeError) as error:
+                request.block_hasher = None
+                raise ValidationError(
+                    f"The blocks of request {request.request_id!r} cannot be named ({error}): "
+                    "token ids must be 32-bit integers, embeddings an array.",
+                    "prompt",
+                ) from error
+
+    @property
+    def _longest_whole_item(self) -> int | None:
+        """Most positions of a media item that may not be split; None: items may be split."""
+        splits = not self.config.scheduler_config.disable_chunked_mm_input
+        return None if splits or self.is_encoder_decoder else self.max_num_scheduled_tokens
 
     # -- counts -------------------------------------------------------------------------------
 
@@ -367,93 +392,3 @@ class SchedulerState:
         """Whether blocks are held outside `running`, so that they may yet come free."""
         transfers = self.transfers
         return bool(transfers.holds or transfers.loads)
-
-    # -- ends ---------------------------------------------------------------------------------
-
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> None:
-        """End requests from outside; None means all. Unknown and ended ids are ignored.
-
-        No output is made for them.
-        """
-        assert finished_status.is_finished, finished_status
-        if request_ids is None:
-            request_ids = list(self.requests)
-        elif isinstance(request_ids, str):
-            request_ids = (request_ids,)
-        ending = {
-            request_id: request
-            for request_id in request_ids
-            if (request := self.requests.get(request_id)) is not None
-        }
-        if not ending:
-            return
-        running = [r for r in ending.values() if r.status is RequestStatus.RUNNING]
-        if len(running) == 1:
-            self.running.remove(running[0])
-        elif running:
-            gone = set(running)
-            self.running = [request for request in self.running if request not in gone]
-        for request in ending.values():
-            if request.status is not RequestStatus.RUNNING:
-                self.waiting.remove(request)
-            request.status = finished_status
-            self._free_request(request)
-
-    def _free_request(self, request: Request) -> dict[str, Any] | None:
-        """Forget a request that has ended and left its queue; parameters for its last output."""
-        request_id = request.request_id
-        reasons, transfer_params = self.transfers.finish(request)
-        self._end_load_of(request_id)
-        self.encoder_transfers.finish(request)
-        if self.structured_output_manager is not None and request.uses_grammar:
-            try:
-                self.structured_output_manager.release(request)
-            except Exception:
-                logger.exception("The grammar of request %s was not released", request_id)
-        if reasons:
-            self.transfers.hold(request, reasons)
-        else:
-            self.kv_cache_manager.free(request)
-        self._leave_running(request)
-        self.adapters.end(request)
-        self._holders.pop(request_id, None)
-        self._parked.discard(request_id)
-        self._cut_back_ids.discard(request_id)
-        self.finished_req_ids.add(request_id)
-        if self._finished_by_client is not None:
-            self._finished_by_client.setdefault(request.client_index, set()).add(request_id)
-        del self.requests[request_id]
-        return transfer_params
-
-    def _fail_with(self, request: Request, error: Exception) -> None:
-        """End one request because of an exception; the others go on."""
-        if isinstance(error, JubakoError):
-            message = error.message
-        else:
-            logger.error("Request %s failed", request.request_id, exc_info=error)
-            message = "The request failed inside the engine."
-        self._fail(request, message)
-
-    def _fail(self, request: Request, message: str) -> None:
-        if request.request_id not in self.requests:
-            return
-        if request in self.running:
-            self.running.remove(request)
-        if request in self.waiting:
-            self.waiting.remove(request)
-        request.status = RequestStatus.FINISHED_ERROR
-        if request.request_id not in self.transfers.loads:
-            # What a load fills is not findable, and what was found for it is good.
-            self._evict_uncomputed(request)
-        self._free_request(request)
-        output = EngineCoreOutput(
-            request.request_id,
-            [],
-            finish_reason=FinishReason.ERROR,
-            events=request.take_events(),
-            num_cached_tokens=max(request.num_cached_tokens, 0),
-            error=message,
-        )
-        self._failed.append((request.client_index, output))

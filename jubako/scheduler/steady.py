@@ -8,8 +8,9 @@ Nothing here decides anything that the general way would decide otherwise.
 
 from __future__ import annotations
 
-from itertools import repeat, takewhile
-from operator import sub
+from collections import deque
+from collections.abc import Iterable
+from itertools import takewhile
 
 from jubako.kv_cache import KVCacheManager
 from jubako.scheduler.engine_output import EngineCoreOutput
@@ -17,15 +18,13 @@ from jubako.scheduler.model_output import ModelRunnerOutput
 from jubako.scheduler.output import BlockIds
 from jubako.scheduler.request import Request, RequestStatus
 
-_NONES = (repeat(None),) * 8
-
 
 class SteadyDecodes:
     """The running requests that are one token behind, in the order of `running`.
 
     `Request.is_steady` marks them. Each of them took part in the last step. As all advance by one
     token a step, whatever will happen to one of them is known by the number of the step: nobody
-    looks at a request before.
+    looks at a request before. Then it is either in the calendar, or its tables are due.
     """
 
     def __init__(self) -> None:
@@ -35,15 +34,21 @@ class SteadyDecodes:
         """Tokens with KV before the step that is planned."""
         self.output_counts: list[int] = []
         """Generated tokens before that step."""
+        self._token_counts: list[int] = []
+        """Known tokens. As all of them get KV in the next step, the numbers are then those of
+        `computed_counts`, and are not made again."""
         self.client_index: int | None = None
         """The front end of all of them, if it is one."""
-        self._prompt_counts: list[int] = []
-        """Prompt tokens, less the one that has no KV yet."""
+        self.one_each: dict[str, int] = {}
+        """One token for each request id; copying it is cheaper than making it."""
+        self._places: dict[Request, int] = {}
+        self._token_lists: list[list[int]] = []
         self._cached_counts: list[int] = []
         self._is_stale = False
         self._num_steps = 0
-        self._kv_events = _Calendar()
-        self._token_events = _Calendar()
+        self._calendar = _Calendar()
+        self._tables_due: dict[Request, None] = {}
+        """Requests whose tables must be looked at before their next token."""
         self._stop_ids: dict[int, int] = {}
         """Tokens that may end one of the requests, and how many requests they may end."""
 
@@ -63,8 +68,7 @@ class SteadyDecodes:
         ):
             request.is_steady = True
             self._is_stale = True
-            self._note_kv_event(request)
-            self.note_token_event(request)
+            self.note_next_event(request)
             for token_id in request.ending_token_ids:
                 self._stop_ids[token_id] = self._stop_ids.get(token_id, 0) + 1
 
@@ -74,8 +78,8 @@ class SteadyDecodes:
             return
         request.is_steady = False
         self._is_stale = True
-        self._kv_events.remove(request)
-        self._token_events.remove(request)
+        self._calendar.remove(request)
+        self._tables_due.pop(request, None)
         for token_id in request.ending_token_ids:
             count = self._stop_ids[token_id] - 1
             if count:
@@ -101,8 +105,14 @@ class SteadyDecodes:
                 steady = [request for request in steady if request.is_steady]
             self.requests = steady
             self.request_ids = [request.request_id for request in steady]
+            self.one_each = dict.fromkeys(self.request_ids, 1)
+            self._places = {request: place for place, request in enumerate(steady)}
+            self._token_lists = [request.all_token_ids for request in steady]
             self.computed_counts = [request.num_computed_tokens for request in steady]
-            self._prompt_counts = [request.num_prompt_tokens - 1 for request in steady]
+            self._token_counts = [request.num_tokens for request in steady]
+            self.output_counts = [
+                request.num_computed_tokens - request.num_prompt_tokens + 1 for request in steady
+            ]
             self._cached_counts = [request.num_cached_tokens for request in steady]
             clients = {request.client_index for request in steady}
             self.client_index = clients.pop() if len(clients) == 1 else None
@@ -113,26 +123,24 @@ class SteadyDecodes:
 
     def allocate(self, manager: KVCacheManager, new_block_ids: dict[str, BlockIds]) -> bool:
         """Blocks for one more token each, noted by request id; whether all got theirs."""
-        due = self._kv_events.due(self._num_steps)
-        if due:
-            if len(due) > 1:
-                # Blocks are handed out in the order of the batch.
-                entered = set(due)
-                due = [request for request in self.requests if request in entered]
-            if not manager.grow_decodes(due, new_block_ids):
+        if self._tables_due:
+            # Blocks are handed out in the order of the batch.
+            due = sorted(self._tables_due, key=self._places.__getitem__)
+            events = manager.grow_decodes(due, new_block_ids)
+            if events is None:
                 return False
-            for request in due:
-                request.kv_event_tokens = manager.next_event_tokens(request.request_id)
-                self._note_kv_event(request)
-        self.output_counts = list(map(sub, self.computed_counts, self._prompt_counts))
+            self._tables_due.clear()
+            for request, event in zip(due, events):
+                request.kv_event_tokens = event
+                self.note_next_event(request)
         return True
 
     def advance(self) -> None:
         """The planned step computes a token of each request."""
-        counts = [count + 1 for count in self.computed_counts]
+        self.computed_counts = counts = self._token_counts
         for request, count in zip(self.requests, counts):
             request.num_computed_tokens = count
-        self.computed_counts = counts
+        self.output_counts = [count + 1 for count in self.output_counts]
         self._num_steps += 1
 
     def append(
@@ -151,47 +159,58 @@ class SteadyDecodes:
             token_ids = [token_id for (token_id,) in rows]
         except (KeyError, IndexError, ValueError):
             return None
+        # `map` makes no Python frame for each request.
+        deque(map(list.append, self._token_lists, token_ids), maxlen=0)
         requests = self.requests
-        for request, token_id, computed in zip(requests, token_ids, self.computed_counts):
-            request.all_token_ids.append(token_id)
-            request.num_tokens = computed + 1
-        # Id, tokens, eight fields that are None, and the prefix hits; `map` makes no Python frame.
-        outputs = list(map(EngineCoreOutput, self.request_ids, rows, *_NONES, self._cached_counts))
-        eventful = set(self._token_events.due(self._num_steps))
+        self._token_counts = counts = [count + 1 for count in self.computed_counts]
+        for request, count in zip(requests, counts):
+            request.num_tokens = count
+        outputs = list(map(EngineCoreOutput, self.request_ids, rows, self._cached_counts))
+        places = self._places
+        eventful: dict[int, Request] = {}
+        for request in self._calendar.due(self._num_steps):
+            num_tokens = request.num_tokens
+            if num_tokens >= request.tokens_to_next_hash or num_tokens >= request.total_token_limit:
+                eventful[places[request]] = request
+            else:
+                self._tables_due[request] = None
         stops = self._stop_ids.keys()
-        if not eventful and stops.isdisjoint(token_ids):
-            return outputs, []
-        return outputs, [
-            (place, request)
-            for place, (request, token_id) in enumerate(zip(requests, token_ids))
-            if token_id in stops or request in eventful
-        ]
+        if stops and not stops.isdisjoint(token_ids):
+            for place, token_id in enumerate(token_ids):
+                if token_id in stops:
+                    eventful[place] = requests[place]
+        return outputs, sorted(eventful.items())
 
     # -- what will happen ---------------------------------------------------------------------
 
-    def _note_kv_event(self, request: Request) -> None:
-        """Its tables are due when it needs a slot for token `kv_event_tokens`."""
-        distance = max(request.kv_event_tokens - request.num_tokens, 0)
-        self._kv_events.add(request, self._num_steps + distance)
-
-    def note_token_event(self, request: Request) -> None:
-        """It fills a block of hashes, or is as long as it may be, with one of the next tokens."""
-        event = min(request.tokens_to_next_hash, request.total_token_limit)
-        self._token_events.add(request, self._num_steps + event - request.num_tokens)
+    def note_next_event(self, request: Request) -> None:
+        """With one of the next tokens it fills a block of hashes, is as long as it may be, or needs
+        a slot for token `kv_event_tokens`, for which its tables are due."""
+        num_tokens = request.num_tokens
+        event = request.kv_event_tokens
+        if event <= num_tokens:
+            self._calendar.remove(request)
+            self._tables_due[request] = None
+            return
+        # Comparing twice costs half of `min`.
+        if request.tokens_to_next_hash < event:
+            event = request.tokens_to_next_hash
+        if request.total_token_limit < event:
+            event = request.total_token_limit
+        self._calendar.add(request, self._num_steps + event - num_tokens)
 
 
 class _Calendar:
-    """What is due in which step; each request has one entry."""
+    """What is due in which step; each request has one entry at most, where its `due_step` says."""
 
     def __init__(self) -> None:
         self._requests: dict[int, dict[Request, None]] = {}
-        self._step_of: dict[Request, int] = {}
 
     def add(self, request: Request, step: int) -> None:
         """Enter a request, in place of the entry that it may have."""
-        if request in self._step_of:
+        if request.due_step is not None:
             self.remove(request)
-        self._step_of[request] = step
+        request.due_step = step
         at_step = self._requests.get(step)
         if at_step is None:
             self._requests[step] = {request: None}
@@ -200,20 +219,20 @@ class _Calendar:
 
     def remove(self, request: Request) -> None:
         """Take out the entry of a request, if it has one."""
-        step = self._step_of.pop(request, None)
+        step = request.due_step
         if step is not None:
-            del self._requests[step][request]
-            if not self._requests[step]:
+            request.due_step = None
+            at_step = self._requests[step]
+            del at_step[request]
+            if not at_step:
                 del self._requests[step]
 
-    def due(self, step: int) -> list[Request]:
+    def due(self, step: int) -> Iterable[Request]:
         """Take out the entries of one step."""
-        requests = self._requests.pop(step, None)
-        if requests is None:
-            return []
+        requests = self._requests.pop(step, ())
         for request in requests:
-            del self._step_of[request]
-        return list(requests)
+            request.due_step = None
+        return requests
 
 
 def _is_steady(request: Request) -> bool:

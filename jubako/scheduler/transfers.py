@@ -14,6 +14,8 @@ from typing import Any
 from jubako.config import KVTransferConfig
 from jubako.kv_cache import KVCacheBlocks, KVCacheManager
 from jubako.kv_cache.metrics import PrefixCacheStats
+from jubako.scheduler.external_lookup import ExternalLookup
+from jubako.scheduler.holds import BlockHolds
 from jubako.scheduler.model_output import KVConnectorOutput
 from jubako.scheduler.output import SchedulerOutput
 from jubako.scheduler.protocols import KVConnector
@@ -58,21 +60,8 @@ class KVLoad:
         return self.num_tokens - self.num_local
 
 
-@dataclass(slots=True)
-class Hold:
-    """Blocks of an ended request that a transfer still reads or writes."""
-
-    blocks: list[Any]
-    reasons: set[str]
-    """Of "send" and "recv", the reports that have not come."""
-
-
 class KVTransfers:
     """Loads, holds, and guarded calls of the connector's scheduler half.
-
-    `alignment` tokens is the only granularity at which a request can go on, apart from its end and
-    from the length of a hand-over. A recurrent group cannot step back by a token, so with one
-    (`has_recurrent`) at least one token stays to be computed.
 
     What the connector raises is logged; a lookup that fails has found nothing. Only
     `update_state_after_alloc` raises: its request cannot go on.
@@ -91,80 +80,30 @@ class KVTransfers:
         self.connector = connector
         self._manager = manager
         self._options = options
-        self._alignment = alignment
-        self._has_recurrent = has_recurrent
+        self.lookup = ExternalLookup(
+            connector,
+            manager,
+            options,
+            self._call_if_there,
+            alignment=alignment,
+            has_recurrent=has_recurrent,
+        )
         self.loads: dict[str, KVLoad] = {}
         """Loads outside steps, by request id, until the request goes on."""
         self.step_loads: dict[str, KVLoad] = {}
         """Loads inside steps whose output has not come back."""
-        self.holds: dict[str, Hold] = {}
-        self.quarantined: list[Any] = []
-        """Blocks that some worker may write at any time; they are never used again."""
+        self.holds = BlockHolds(manager.block_pool, options, self._call_if_there)
         self.num_unknown_reports = 0
         """Reports about requests or blocks that nothing is known of."""
         self.stats = PrefixCacheStats() if log_stats and connector is not None else None
         self._loading: dict[Any, str] = {}
         """Names of blocks that are being loaded, and for whom."""
-        self._asked_since: dict[str, float] = {}
-        self._violation_told = False
 
     # -- lookups ------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
         """The connector may begin to look."""
         self._call_if_there("on_new_request", request)
-
-    def lookup(self, request: Request, num_local: int, now: float) -> tuple[int | None, bool]:
-        """Tokens beyond the local ones that can be had, and whether they come outside a step.
-
-        None: not known yet. `now` is in monotonic seconds.
-        """
-        connector = self.connector
-        if connector is None or request.skip_reading_prefix_cache or request.num_failed_loads:
-            return 0, False
-        try:
-            matched, is_async = connector.get_num_new_matched_tokens(request, num_local)
-        except Exception:
-            logger.exception("The KV connector failed to look up request %s", request.request_id)
-            return 0, False
-        if matched is None:
-            since = self._asked_since.setdefault(request.request_id, now)
-            if now - since < self._options.kv_lookup_timeout_s:
-                return None, False
-            self._call_if_there("cancel_lookup", request)
-            return 0, False
-        self._asked_since.pop(request.request_id, None)
-        if matched < 0 or (is_async and matched == 0):
-            self._tell_violation(matched, is_async)
-            return 0, False
-        matched = self._legal(request, num_local, matched, is_async)
-        return matched, is_async and matched > 0
-
-    def _tell_violation(self, matched: int, is_async: bool) -> None:
-        if not self._violation_told:
-            self._violation_told = True
-            logger.error(
-                "%s answered a lookup with (%d, %s), which has no meaning; it counts as nothing.",
-                type(self.connector).__name__,
-                matched,
-                is_async,
-            )
-
-    def _legal(self, request: Request, num_local: int, matched: int, is_async: bool) -> int:
-        """Cut an answer to the longest one with which the request can go on."""
-        at_most = request.num_tokens
-        if self._has_recurrent or not is_async:
-            at_most -= 1
-        total = min(num_local + matched, at_most)
-        if total == request.num_tokens:
-            return total - num_local
-        legal = total // self._alignment * self._alignment
-        params = request.kv_transfer_params
-        if params is not None and params.get("do_remote_prefill"):
-            exported = request.num_prompt_tokens - self._has_recurrent
-            if exported <= total:
-                legal = max(legal, exported)
-        return max(legal - num_local, 0)
 
     def loaded_for(self, request: Request, num_local: int, num_external: int) -> str | None:
         """The request for which some of these tokens are being loaded already."""
@@ -210,7 +149,7 @@ class KVTransfers:
 
     def end(self, request_id: str) -> KVLoad | None:
         """The load of a request is over or pointless; returns it, if there was one."""
-        self._asked_since.pop(request_id, None)
+        self.lookup.asked_since.pop(request_id, None)
         load = self.loads.pop(request_id, None) or self.step_loads.pop(request_id, None)
         if load is not None:
             for name in load.hashes:
@@ -301,28 +240,16 @@ class KVTransfers:
 
     def hold(self, request: Request, reasons: set[str]) -> None:
         """Keep the blocks of an ended request until all `reasons` are reported."""
-        blocks = self._manager.pop_blocks_for_free(request)
-        self.holds[request.request_id] = Hold(blocks, reasons)
+        self.holds.add(request, self._manager.pop_blocks_for_free(request), reasons)
 
     def release(self, request_id: str, reason: str) -> None:
         """A report has come for an ended request; blocks without a reason left come free."""
-        hold = self.holds.get(request_id)
-        if hold is None or reason not in hold.reasons:
+        if not self.holds.release(request_id, reason):
             self.num_unknown_reports += 1
-            return
-        hold.reasons.discard(reason)
-        if not hold.reasons:
-            del self.holds[request_id]
-            self._manager.block_pool.free_blocks(reversed(hold.blocks))
 
     def quarantine(self, request: Request) -> None:
         """Keep a request's blocks out of use for good: a worker that is silent may write them."""
-        self.quarantined += self._manager.pop_blocks_for_free(request)
-        logger.error(
-            "A load of KV for request %s was neither finished nor cancelled in time; its blocks "
-            "are lost to this engine, and the worker that holds them up needs a restart.",
-            request.request_id,
-        )
+        self.holds.quarantine(request, self._manager.pop_blocks_for_free(request))
 
     @property
     def is_busy(self) -> bool:

@@ -329,7 +329,7 @@ def frames() -> list[bytes]:
     rows = LogprobsLists(
         np.ones((30, 4), np.int32), np.ones((30, 4), np.float32), np.ones(30, np.int32)
     )
-    record = EngineCoreOutputs(outputs=[EngineCoreOutput("request", [1, 2, 3], rows)])
+    record = EngineCoreOutputs(outputs=[EngineCoreOutput("request", [1, 2, 3], new_logprobs=rows)])
     return [bytes(f) for f in MsgpackEncoder().encode(record)]
 
 

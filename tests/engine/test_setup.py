@@ -128,13 +128,17 @@ def test_more_than_one_worker_is_not_built(name: str) -> None:
         ("enable_kv_cache_events", True),
         ("use_int_block_hashes", True),
         ("disable_chunked_mm_input", True),
-        ("encoder_cache_size", 5),
-        ("max_num_encoder_input_tokens", 5),
     ],
 )
 def test_an_option_that_no_engine_has_a_use_for_is_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value} is not built"):
         complete(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["encoder_cache_size", "max_num_encoder_input_tokens"])
+def test_options_of_an_encoder_need_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=5 is for encoder-decoder models"):
+        complete(**{name: 5})
 
 
 def test_steps_overlap_on_a_cpu_only_if_asked_for() -> None:

@@ -15,13 +15,16 @@ from jubako.kv_cache import (
     KVCacheBlock,
     KVCacheBlocks,
     KVCacheManager,
+    MambaSpec,
     UniformTypeKVCacheSpecs,
     get_kv_cache_configs,
     get_kv_cache_groups,
+    get_request_block_hasher,
 )
 
 from .fakes import (
     ATTENTION,
+    HASH,
     NIGHTLY,
     FakeRequest,
     admit,
@@ -92,6 +95,31 @@ IMPOSSIBLE = {
     "negative watermark": ([full()], {"watermark": -0.1}, r"watermark is -0\.1"),
     "watermark of all": ([full()], {"watermark": 1.0}, r"watermark is 1\.0"),
     "watermark that is no number": ([full()], {"watermark": float("nan")}, "watermark is nan"),
+    "watermark in words": ([full()], {"watermark": "low"}, "watermark is 'low'"),
+    "step of no tokens": (
+        [full()],
+        {"max_num_batched_tokens": 0},
+        "max_num_batched_tokens is 0",
+    ),
+    "truth for a number": ([full()], {"max_model_len": True}, "max_model_len is True"),
+    "a size of a scheduler alone": (
+        [full(), window(8, 8)],
+        {"scheduler_block_size": 12},
+        "scheduler_block_size is 12; it must be a multiple of 8",
+    ),
+    "no size of a scheduler": ([full()], {"scheduler_block_size": 0}, "scheduler_block_size is 0"),
+    "no heads": ([full(num_kv_heads=0)], {}, "num_kv_heads is 0"),
+    "heads of nothing": ([window(8, head_size=-8)], {}, "head_size is -8"),
+    "values of nothing": ([full(head_size_v=0)], {}, "head_size_v is 0"),
+    "a dtype that nobody knows": ([full(dtype="half")], {}, "dtype 'half' is unknown"),
+    "padding below the page": ([full(page_size_padded=8)], {}, "page_size_padded 8 is below"),
+    "sinks in words": ([sink("8")], {}, "sink_len is '8'"),
+    "drafts of no number": ([mamba(sp=None)], {}, "num_speculative_blocks is None"),
+    "states of nothing": (
+        [MambaSpec(block_size=4, shapes=((0,),), dtypes=("float32",), mamba_cache_mode="all")],
+        {},
+        "takes no memory",
+    ),
     "a type without a manager": (
         [OtherSpec(block_size=4, **ATTENTION)],
         {},
@@ -105,6 +133,12 @@ IMPOSSIBLE = {
 def test_impossible_cache(specs, options, message):
     with pytest.raises(ConfigError, match=message):
         make_manager(*specs, **options)
+
+
+@pytest.mark.parametrize("block_size", [0, -4, None, "4", True])
+def test_a_hasher_of_impossible_blocks(block_size):
+    with pytest.raises(ConfigError, match="block_size is"):
+        get_request_block_hasher(block_size, HASH)
 
 
 def test_errors_are_also_what_others_raise():
@@ -329,3 +363,8 @@ def test_size_is_an_integer():
         BlockPool("9", True, 4)
     with pytest.raises(ConfigError, match="must be an integer above 0"):
         KVCacheManager(config_of([full()], None), 64, 4)
+
+
+def test_without_a_prefix_cache_a_scheduler_may_count_in_other_blocks():
+    manager = make_manager(full(8), mamba("none"), enable_caching=False, scheduler_block_size=6)
+    assert manager.scheduler_block_size == 6

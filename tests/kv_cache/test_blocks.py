@@ -144,7 +144,7 @@ def test_hash_map():
 
 def test_hash_map_refuses_strangers():
     cache = BlockHashToBlockMap()
-    cache._cache[b"k"] = "what"
+    cache.of_group(b"k")[b""] = "what"
     for call in (
         lambda: cache.get_one_block(b"k"),
         lambda: cache.insert(b"k", KVCacheBlock(1)),

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from jubako.kv_cache import (
     CrossAttentionSpec,
     KVCacheBlock,
+    KVCacheBlocks,
     KVCacheManager,
     KVCacheSpec,
     MambaSpec,
@@ -183,6 +184,7 @@ class ManagerMachine(RuleBasedStateMachine):
         whole=st.booleans(),
         reserved=st.sampled_from([0, 0, 0, 2, 5]),
         alone=st.booleans(),
+        by_group=st.booleans(),
     )
     def admit(
         self,
@@ -194,6 +196,7 @@ class ManagerMachine(RuleBasedStateMachine):
         whole: bool,
         reserved: int = 0,
         alone: bool = False,
+        by_group: bool = False,
     ) -> None:
         r = self.choose(number, running=False, loading=False)
         req = r.req
@@ -202,6 +205,10 @@ class ManagerMachine(RuleBasedStateMachine):
         external = min(max(external, 0), req.num_tokens - 1 - hit) if self.external_allowed else 0
         load_async = load_async and external > 0
         n = 0 if load_async else min(n, req.num_tokens - hit - external)
+        if by_group and external:
+            # Each group begins with what it has; the connector brings what is missing in between.
+            local = self.m.get_local_blocks(req)
+            blocks = KVCacheBlocks(tuple(group.entries(hit + external) for group in local))
         self.checked_allocate(
             r,
             n,

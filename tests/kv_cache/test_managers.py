@@ -295,7 +295,7 @@ def test_a_worker_knows_which_blocks_are_sinks():
 
 @pytest.mark.parametrize("sink_len", [None, 0, 3, 6])
 def test_sink_len_is_checked(sink_len):
-    with pytest.raises(AssertionError, match=f"sink_len is {sink_len or 0}"):
+    with pytest.raises(AssertionError, match=f"sink_len is {sink_len}"):
         make_manager(sink(sink_len))
 
 

@@ -65,6 +65,9 @@ class ScriptedConnector:
     def cancel_load(self, request: Request) -> None:
         self._called("cancel_load", request.request_id)
 
+    def cancel_send(self, request: Request) -> None:
+        self._called("cancel_send", request.request_id)
+
     def cancel_lookup(self, request: Request) -> None:
         self._called("cancel_lookup", request.request_id)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jubako.scheduler import KVConnectorOutput, Request
+from jubako.kv_cache import LocalBlocks
+from jubako.scheduler import GroupMatch, KVConnectorOutput, Request
 from tests.scheduler.fake_model import EOS, Context, allowed_tokens
 from tests.scheduler.mirror import Load
 
@@ -176,6 +177,67 @@ class FakeKVConnector:
         return True
 
     def shutdown(self) -> None: ...
+
+
+class FakeGroupConnector(FakeKVConnector):
+    """Brings to a model with several groups only the blocks that are not there.
+
+    `answers` say how many tokens it knows, local ones included. A request can go on at multiples of
+    `alignment` tokens.
+    """
+
+    def __init__(self, alignment: int) -> None:
+        super().__init__()
+        self.alignment = alignment
+        self._matched: dict[str, tuple[int, bool, list[int]]] = {}
+
+    def lookup_groups(self, request: Request, local: Sequence[LocalBlocks]) -> GroupMatch | None:
+        request_id = request.request_id
+        assert not request.skip_reading_prefix_cache
+        later, known, is_async = self.answers.get(request_id, (0, 0, False))
+        if later:
+            self.answers[request_id] = (later - 1, known, is_async)
+            return None
+        total = min(known, self.most(request), request.num_tokens - (0 if is_async else 1))
+        is_whole = total == request.num_tokens
+        if not is_whole:
+            total -= total % self.alignment
+        missing = [group.missing(total - is_whole) for group in local]
+        self._matched[request_id] = total, is_async, [group.block_size for group in local]
+        load = tuple([range(index, index + 1) for index in indices] for indices in missing)
+        return GroupMatch(total, load, is_async)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None:
+        request_id = request.request_id
+        if not num_external_tokens:
+            return
+        total, is_async, sizes = self._matched.pop(request_id)
+        assert num_external_tokens <= total
+        tables = []
+        first = total
+        for size, table in zip(sizes, blocks.blocks, strict=True):
+            ids = [
+                0 if block.is_null or block.block_hash else block.block_id
+                for block in table[: -(-total // size)]
+            ]
+            first = min([first, *(i * size for i, block_id in enumerate(ids) if block_id)])
+            tables.append(ids)
+        tokens = list(request.all_token_ids[:total])
+        load = Load(
+            request_id,
+            tuple(tables),
+            first,
+            total,
+            tokens,
+            Context.of(request),
+            self.fails.get(request_id),
+        )
+        if is_async:
+            self.loading[request_id] = tuple(list(ids) for ids in blocks.get_block_ids())
+        self.answers.pop(request_id, None)
+        self.pending.append((load, not is_async))
 
 
 class FakeECConnector:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jubako.config import CacheConfig, JubakoConfig, ModelConfig, SchedulerConfig
+from jubako.errors import ConfigError
 from jubako.kv_cache import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from jubako.sampling_params import SamplingParams
 from jubako.scheduler import (
@@ -21,6 +22,7 @@ from jubako.scheduler import (
 )
 from jubako.scheduler.encoder_decoder_cache import EncoderDecoderCacheManager
 from jubako.scheduler.encoder_scheduling import plan_encoder_chunk
+from jubako.scheduler.limits import check_hooks
 from tests.scheduler.fake_connector import finish_step, run_step
 from tests.scheduler.harness import (
     finish,
@@ -244,6 +246,47 @@ def test_outputs_are_kept_until_they_are_sent():
     assert cache.num_sending == 0
 
 
+def test_outputs_that_are_never_reported_as_sent_may_go_in_the_end(caplog):
+    connector = ScriptedEncoders()
+    connector.keeps = {"a"}
+    scheduler = make(connector)
+    scheduler.encoder_transfers._send_timeout = 1e-9
+    scheduler.add_request(with_image("a", "A"))
+    # It has not passed its image when it ends.
+    step = scheduler.schedule()
+    request = scheduler.requests["a"]
+    scheduler.encoder_cache_manager.allocate(request, 0)
+    finish(scheduler, "a")
+    assert scheduler.has_requests()
+    assert scheduler.encoder_cache_manager.num_sending == 1
+    report(scheduler, step)
+    scheduler.pause()
+    run_step(scheduler)
+    assert "was not reported as sent" in caplog.text
+    assert scheduler.encoder_cache_manager.num_sending == 0
+    assert scheduler.encoder_cache_manager.num_freeable_slots == 16
+    assert not scheduler.has_requests()
+
+
+def test_an_output_is_kept_as_long_as_the_last_request_that_sends_it_may_take():
+    connector = ScriptedEncoders()
+    connector.keeps = {"a", "b"}
+    scheduler = make(connector)
+    for request_id in ("a", "b"):
+        scheduler.add_request(with_image(request_id, "A"))
+    step = scheduler.schedule()
+    for request_id, seconds in (("a", 1e-9), ("b", 1e9)):
+        scheduler.encoder_cache_manager.allocate(scheduler.requests[request_id], 0)
+        scheduler.encoder_transfers._send_timeout = seconds
+        finish(scheduler, request_id)
+    report(scheduler, step)
+    run_step(scheduler)
+    assert scheduler.encoder_cache_manager.num_sending == 1
+    step = scheduler.schedule()
+    report(scheduler, step, finished_sending={"A"})
+    assert scheduler.encoder_cache_manager.num_sending == 0
+
+
 def test_a_connector_that_breaks_everywhere_disturbs_nobody():
     connector = ScriptedEncoders()
     connector.broken = {"meta", "output", "finished", "shutdown"}
@@ -385,3 +428,8 @@ def test_a_preempted_clip_is_encoded_again():
     assert step.scheduled_cached_reqs.resumed_req_ids == {"b"}
     assert step.scheduled_encoder_inputs == {"b": [0]}
     assert [len(table) for table in scheduler.kv_cache_manager.get_block_ids("b")][1] == 2
+
+
+def test_encoder_decoder_models_share_no_outputs():
+    with pytest.raises(ConfigError, match="ec_connector"):
+        check_hooks(None, ScriptedEncoders(), is_encoder_decoder=True)

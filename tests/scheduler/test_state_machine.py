@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from math import lcm
 from random import Random
 from typing import Any
 
@@ -34,7 +35,13 @@ from jubako.scheduler import (
 )
 from tests.kv_cache.fakes import chunked, full, mamba, window
 from tests.scheduler.fake_model import EOS, VOCAB, choose
-from tests.scheduler.fakes import EventfulGrammars, FakeECConnector, FakeGrammars, FakeKVConnector
+from tests.scheduler.fakes import (
+    EventfulGrammars,
+    FakeECConnector,
+    FakeGrammars,
+    FakeGroupConnector,
+    FakeKVConnector,
+)
 from tests.scheduler.harness import Driver, make_scheduler
 
 NIGHTLY = os.environ.get("JUBAKO_NIGHTLY") == "1"
@@ -218,7 +225,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         note(str(options))
         self.specs = options["specs"]
         self.grammars = EventfulGrammars() if rng.random() < 0.7 else FakeGrammars()
-        self.connector = FakeKVConnector() if connector else None
+        self.connector = None
+        if connector:
+            self.connector = FakeKVConnector()
+            if len(self.specs) > 1 and rng.random() < 0.5:
+                self.connector = FakeGroupConnector(lcm(*(s.block_size for s in self.specs)))
         self.encoder_store = None if encoder_store is None else FakeECConnector(*encoder_store)
         hooks: dict[str, object] = {"structured_output_manager": self.grammars}
         if self.connector is not None:
@@ -232,6 +243,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduler_class=self.scheduler_class, hooks=hooks, **options
         )
         self.scheduler.max_loras = max_loras
+        self.scheduler.drafter_shift = rng.choice([0, 0, 1])
         self.driver = Driver(self.scheduler, depth=self.depth)
         self.driver.check_blocks = True
         self.driver.expected_errors = set()

@@ -130,13 +130,12 @@ class SingleTypeKVCacheManager(ABC):
                 return missing if missing > 0 else 0
         skipped = max(self.get_num_skipped_tokens(total_computed_tokens), 0) // self.block_size
         held = new_computed_blocks[max(skipped - len(table), 0) :]
-        revived = count_unowned(held)
         if cap is not None:
             # Null entries cost nothing, so the cap is for real blocks only.
             real = sum(not block.is_null for block in (*table[skipped:], *held))
-            return max(min(required - skipped, cap) - real, 0) + revived
+            return max(min(required - skipped, cap) - real, 0) + count_unowned(held)
         present = max(skipped, len(table) + len(new_computed_blocks))
-        return max(required - present, 0) + revived
+        return max(required - present, 0) + count_unowned(held) + count_null(held)
 
     def add_local_computed_blocks(
         self,
@@ -147,7 +146,8 @@ class SingleTypeKVCacheManager(ABC):
     ) -> bool:
         """Begin the table of a new request with its hits; False for a running request.
 
-        No block is taken from the queue: all groups must own their hits before any group does that.
+        Null hits that the request will read are gaps, which a connector fills. No block is taken
+        from the queue: all groups must own their hits before any group does that.
         """
         if request_id in self.num_cached_block:
             assert not new_computed_blocks, f"prefix hits for the running request {request_id}"
@@ -157,7 +157,9 @@ class SingleTypeKVCacheManager(ABC):
         skipped = max(self.get_num_skipped_tokens(total), 0) // self.block_size
         held = list(new_computed_blocks[skipped:])
         if held:
-            assert self.enable_caching, "prefix hits although prefix caching is off"
+            assert self.enable_caching or count_null(held) == len(held), (
+                "prefix hits although prefix caching is off"
+            )
             self.block_pool.touch(held)
             self._began_with_hits.add(request_id)
         table = [self._null_block] * skipped + held
@@ -173,6 +175,18 @@ class SingleTypeKVCacheManager(ABC):
         if num_external_computed_tokens > 0:
             total = num_local_computed_tokens + num_external_computed_tokens
             table = self.req_to_blocks[request_id]
+            skipped = max(self.get_num_skipped_tokens(total), 0)
+            first = skipped // self.block_size
+            gaps = [i for i in range(first, len(table)) if table[i].is_null]
+            if gaps:
+                # Even one that holds nothing to read: the next tokens are written into it.
+                for index, block in zip(gaps, self.block_pool.get_new_blocks(len(gaps))):
+                    table[index] = block
+                self.num_cached_block[request_id] = gaps[0]
+                self._reregister_until[request_id] = len(table)
+            if first and skipped >= total:
+                # None of them is read again: the block that they end in comes with the next token.
+                return
             missing = cdiv(total, self.block_size) - len(table)
             if missing > 0:
                 table += self.block_pool.get_new_blocks(missing)
@@ -232,6 +246,10 @@ class SingleTypeKVCacheManager(ABC):
         )
         if until and stop >= until:
             del self._reregister_until[request_id]
+
+    def has_unregistered_gaps(self, request_id: str) -> bool:
+        """Whether its table has entries to register in front of others that are registered."""
+        return request_id in self._reregister_until
 
     def forget_registered(self, blocks: Sequence[KVCacheBlock]) -> set[str]:
         """These blocks became unfindable while in use: their requests shall register them again.
@@ -351,6 +369,11 @@ class SingleTypeKVCacheManager(ABC):
 def count_unowned(blocks: Sequence[KVCacheBlock]) -> int:
     """How many of `blocks` leave the free queue when they get an owner."""
     return len([1 for block in blocks if block.ref_cnt == 0 and not block.is_null])
+
+
+def count_null(blocks: Sequence[KVCacheBlock]) -> int:
+    """How many of `blocks` are null."""
+    return len([1 for block in blocks if block.is_null])
 
 
 def align_down(num_blocks: int, block_size: int, alignment_tokens: int) -> int:

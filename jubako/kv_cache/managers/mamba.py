@@ -21,6 +21,7 @@ from jubako.kv_cache.blocks import BlockHash, KVCacheBlock
 from jubako.kv_cache.managers.base import (
     NO_BLOCKS,
     SingleTypeKVCacheManager,
+    count_null,
     count_unowned,
 )
 from jubako.kv_cache.request import KVCacheRequest
@@ -123,7 +124,7 @@ class MambaManager(SingleTypeKVCacheManager):
         elif not table:
             skipped = max(total_computed_tokens - 1, 0) // self.block_size
             held = new_computed_blocks[skipped:]
-            revived = count_unowned(held)
+            revived = count_unowned(held) + count_null(held)
             if cdiv(total_computed_tokens, self.block_size) > length:
                 # A connector brings the state at the end of the computed tokens.
                 external = 1
