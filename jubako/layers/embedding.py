@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from jubako.kernels.cpu.recording import Program, RecordingError, Rows
 from jubako.kernels.registry import get_kernels
+from jubako.layers.linear import pack_parameter
 from jubako.layers.weights import WeightTarget, parameter, whole_parameter
 
 
@@ -18,6 +22,9 @@ class VocabEmbedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = parameter(vocab_size, hidden_size)
+        self.kernels = get_kernels()
+        self.packed: Any = None
+        """The weight in the form that the kernels like best, instead of `weight`."""
 
     @property
     def root_of_size(self) -> float:
@@ -27,7 +34,20 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Ids [T] → [T, hidden], a new tensor."""
+        if self.packed is not None:
+            return self.kernels.packed_embedding(input_ids, self.packed, self.weight.dtype)
         return F.embedding(input_ids, self.weight)
+
+    def pack(self) -> None:
+        """Let the kernels take over the weight, once it is loaded."""
+        if self.packed is None:
+            self.packed = pack_parameter(self.kernels, self.weight)
+
+    def record(self, program: Program, scale: float) -> None:
+        """Begin a program's stream with `scale` times the vectors of the step's ids."""
+        if self.packed is None:
+            raise RecordingError("a weight that is not packed")
+        program.embed(self.packed, scale)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`."""
@@ -51,16 +71,35 @@ class LMHead(nn.Module):
         super().__init__()
         self.tied = tied_to is not None
         self.weight = tied_to.weight if tied_to is not None else parameter(vocab_size, hidden_size)
+        # In a list, so that the embedding is not a part of this module too.
+        self._tied_to = [] if tied_to is None else [tied_to]
+        self.packed: Any = None
         self.soft_cap = soft_cap
         self.scale = scale
         self.kernels = get_kernels()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final hidden states [r, hidden] → [r, V]; soft-capped ones are float32."""
-        logits = self.kernels.linear(hidden, self.weight)
+        if self.packed is not None:
+            logits = self.kernels.packed_linear(hidden, self.packed, None)
+        else:
+            logits = self.kernels.linear(hidden, self.weight)
         if self.soft_cap is not None:
             logits = logits.float().div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         return logits if self.scale == 1.0 else logits.mul_(self.scale)
+
+    def pack(self) -> None:
+        """Let the kernels take over the weight, once it is loaded."""
+        for embedding in self._tied_to:
+            embedding.pack()
+            self.packed = embedding.packed
+        if self.packed is None and not self.tied:
+            self.packed = pack_parameter(self.kernels, self.weight)
+
+    def record(self, program: Program, hidden: Rows) -> None:
+        """Let a program choose the best tokens, if a scale does not make new equals of logits."""
+        if self.packed is not None and math.frexp(self.scale)[0] == 0.5:
+            program.greedy_head(hidden, self.packed)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`, unless it is the embedding's."""

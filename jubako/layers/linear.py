@@ -7,10 +7,12 @@ plain matrix, and the merged ones hold several of a checkpoint's matrices, one b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
+from jubako.kernels.cpu.recording import F32, Program, RecordingError, Rows
 from jubako.kernels.registry import get_kernels
 from jubako.layers.weights import WeightTarget, parameter, whole_parameter
 
@@ -27,10 +29,25 @@ class _Linear(nn.Module):
         self.weight = parameter(sum(parts.values()), input_size)
         self.bias = parameter(sum(parts.values())) if bias else None
         self.kernels = get_kernels()
+        self.packed: Any = None
+        """The weight in the form that the kernels like best, instead of `weight`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] → [T, out]."""
+        if self.packed is not None:
+            return self.kernels.packed_linear(x, self.packed, self.bias)
         return self.kernels.linear(x, self.weight, self.bias)
+
+    def pack(self, interleaved: bool = False) -> None:
+        """Let the kernels take over the weight, once it is loaded; see `Kernels.pack`."""
+        if self.packed is None:
+            self.packed = pack_parameter(self.kernels, self.weight, interleaved)
+
+    def record(self, program: Program, x: Rows, role: str, **how: Any) -> Rows:
+        """As `forward`, in a program; `how` as for `Program.linear`."""
+        if self.packed is None:
+            raise RecordingError("a weight that is not packed")
+        return program.linear(x, self.packed, self.bias, role, **how)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight` and `bias` of every part, or of all in one."""
@@ -52,6 +69,14 @@ class _Linear(nn.Module):
             return whole_parameter(parameter)
         view = parameter.data[start : start + size]
         return WeightTarget(view, tuple(view.shape))
+
+
+def pack_parameter(kernels: Any, weight: nn.Parameter, interleaved: bool = False) -> Any:
+    """The weight as `Kernels.pack` makes it, and its own memory given back; None if it stays."""
+    packed = kernels.pack(weight.data, interleaved)
+    if packed is not None:
+        weight.data = weight.data.new_empty(0)
+    return packed
 
 
 class RowParallelLinear(_Linear):
@@ -91,3 +116,7 @@ class QKVParallelLinear(_Linear):
         heads = super().forward(x).unflatten(-1, (-1, self.head_size))
         qk = self.num_heads + self.num_kv_heads
         return heads[:, :qk], heads[:, qk:]
+
+    def record(self, program: Program, x: Rows, role: str, **how: Any) -> Rows:
+        """As `forward`, in a program: all heads beside each other."""
+        return super().record(program, x, role, dtype=F32, **how)

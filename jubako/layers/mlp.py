@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from jubako.layers.activation import gated_activation
+from jubako.kernels.cpu.recording import Program, Rows
+from jubako.layers.activation import activation as plain_activation
+from jubako.layers.activation import gated_activation, gated_form
 from jubako.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 
@@ -20,7 +22,39 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, parts, bias)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias)
         self.activation = gated_activation(activation)
+        self.form = gated_form(activation)
+
+    def pack(self) -> None:
+        """Pack gate and up beside each other, so that a product can end in the activation."""
+        self.gate_up_proj.pack(interleaved=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] → [T, hidden]."""
+        first = self.gate_up_proj
+        if first.packed is not None:
+            gated = first.kernels.packed_gated_linear(x, first.packed, first.bias, self.form)
+            return self.down_proj(gated)
         return self.down_proj(self.activation(self.gate_up_proj(x)))
+
+    def record(self, program: Program, x: Rows, *, to_stream: bool = False) -> Rows:
+        """As `forward`, in a program; `to_stream` adds the result to the residual stream."""
+        gated = self.gate_up_proj.record(
+            program, x, "gated", dtype=program.dtype, activation=self.form
+        )
+        return self.down_proj.record(program, gated, "delta", to_stream=to_stream)
+
+
+class PlainMLP(nn.Module):
+    """`down(act(up(x)))`; it has no form in a native program."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, activation: str, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.up_proj = RowParallelLinear(hidden_size, intermediate_size, bias)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias)
+        self.activation = plain_activation(activation)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] → [T, hidden]."""
+        return self.down_proj(self.activation(self.up_proj(x)))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from jubako.kernels.cpu.recording import LAYER_NORM, RMS_NORM, NormWeights
 from jubako.kernels.registry import get_kernels
 from jubako.layers.weights import WeightTarget, parameter, whole_parameter
 
@@ -29,6 +30,11 @@ class RMSNorm(nn.Module):
         """x [T, size] → the same shape and dtype."""
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
+    @property
+    def weights(self) -> NormWeights:
+        """What a program needs to normalise."""
+        return NormWeights(self.weight, None, self.eps, RMS_NORM)
+
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`."""
         yield f"{name}.weight", whole_parameter(self.weight, self.weight_offset)
@@ -50,6 +56,11 @@ class LayerNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, size] → the same shape and dtype."""
         return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+    @property
+    def weights(self) -> NormWeights:
+        """What a program needs to normalise."""
+        return NormWeights(self.weight, self.bias, self.eps, LAYER_NORM)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`, and `bias` if there is one."""

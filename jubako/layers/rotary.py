@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from jubako.errors import UnsupportedModelError
+from jubako.kernels.cpu.recording import AttentionShape, NativeRotation, Program, Rows
 from jubako.kernels.registry import get_kernels
 from jubako.layers.weights import WeightTarget, parameter
 
@@ -67,6 +68,10 @@ class RotaryEmbedding(nn.Module):
             torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
         )
 
+    def record(self, program: Program) -> NativeRotation:
+        """As `forward` of the step's positions, in a program."""
+        return program.rotation(self.frequencies, self.attention_factor)
+
 
 class QKRope(nn.Module):
     """Rotate query and key heads, without a norm.
@@ -84,6 +89,12 @@ class QKRope(nn.Module):
         return self.kernels.qk_norm_rope(
             qk, rotation.cos, rotation.sin, interleaved=self.interleaved
         )
+
+    def record(
+        self, program: Program, qkv: Rows, shape: AttentionShape, rotation: NativeRotation
+    ) -> Rows:
+        """As `forward` and the attention to its results, in a program."""
+        return program.attention(qkv, shape, rotation, interleaved=self.interleaved)
 
 
 class QKNormRope(nn.Module):
@@ -111,6 +122,12 @@ class QKNormRope(nn.Module):
     def forward(self, qk: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """qk [T, Hq + Hkv, D] → the same shape."""
         return self.kernels.qk_norm_rope(qk, rotation.cos, rotation.sin, self.weight, self.eps)
+
+    def record(
+        self, program: Program, qkv: Rows, shape: AttentionShape, rotation: NativeRotation
+    ) -> Rows:
+        """As `forward` and the attention to its results, in a program."""
+        return program.attention(qkv, shape, rotation, self.weight, self.eps)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`q_norm.weight` and `k_norm.weight`, [D] each."""

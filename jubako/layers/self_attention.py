@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from jubako.config import JubakoConfig
+from jubako.kernels.cpu.recording import NativeRotation, Program, Rows, record, require_kind
 from jubako.layers.attention import Attention
 from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
 from jubako.layers.rotary import QKNormRope, QKRope, Rotation
@@ -69,3 +70,20 @@ class SelfAttention(nn.Module):
             qk = self.qk_norm_rope(qk, rotation)
         q, k = qk.split((self.attn.num_heads, self.attn.num_kv_heads), dim=1)
         return self.o_proj(self.attn(q, k, v))
+
+    def record(
+        self,
+        program: Program,
+        x: Rows,
+        rotation: NativeRotation | None,
+        *,
+        to_stream: bool = False,
+    ) -> Rows:
+        """As `forward`, in a program; `to_stream` adds the result to the residual stream."""
+        qkv = self.qkv_proj.record(program, x, "qkv")
+        shape = require_kind(self.attn, Attention).shape
+        if rotation is None:
+            attended = program.attention(qkv, shape, None)
+        else:
+            attended = record(self.qk_norm_rope, program, qkv, shape, rotation)
+        return self.o_proj.record(program, attended, "delta", to_stream=to_stream)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from jubako.kernels.cpu.recording import NativeRotation, Program, RecordingError, Rows, record
 from jubako.layers.embedding import LMHead, VocabEmbedding
-from jubako.layers.norm import RMSNorm
+from jubako.layers.norm import LayerNorm, RMSNorm
 from jubako.layers.rotary import RotaryEmbedding
 from jubako.models.weights import load_weights, with_model_prefix
 
@@ -70,6 +71,22 @@ class DecoderModel(nn.Module):
         hidden: torch.Tensor = self.norm(x)
         return hidden
 
+    def record(self, program: Program) -> Rows:
+        """As `forward` of the step's ids, in a program."""
+        scale = 1.0 if self.embed_scale is None else self.embed_scale
+        record(self.embed_tokens, program, scale)
+        rotations = {kind: record(rotary, program) for kind, rotary in self.rotary.items()}
+        for layer, kind in zip(self.layers, self.kinds):
+            record(layer, program, rotations.get(kind))
+        return program.final_norm(norm_weights(self.norm))
+
+
+def norm_weights(norm: nn.Module) -> Any:
+    """What a program needs to normalise; RecordingError if the norm is of another kind."""
+    if type(norm) in (RMSNorm, LayerNorm):
+        return norm.weights
+    raise RecordingError(type(norm).__name__)
+
 
 class PreNormLayer(nn.Module):
     """Attention and MLP, each after a norm and added to what it was made from."""
@@ -88,6 +105,13 @@ class PreNormLayer(nn.Module):
         x = self.self_attn(self.input_layernorm(x), rotation).add_(x)
         out: torch.Tensor = self.mlp(self.post_attention_layernorm(x)).add_(x)
         return out
+
+    def record(self, program: Program, rotation: NativeRotation | None) -> None:
+        """As `forward` of the stream, in a program."""
+        x = program.normed(norm_weights(self.input_layernorm))
+        record(self.self_attn, program, x, rotation, to_stream=True)
+        x = program.normed(norm_weights(self.post_attention_layernorm))
+        record(self.mlp, program, x, to_stream=True)
 
 
 class SandwichNormLayer(nn.Module):
@@ -112,6 +136,15 @@ class SandwichNormLayer(nn.Module):
         out: torch.Tensor = self.mlp(self.pre_feedforward_layernorm(x))
         out = self.post_feedforward_layernorm(out).add_(x)
         return out
+
+    def record(self, program: Program, rotation: NativeRotation | None) -> None:
+        """As `forward` of the stream, in a program."""
+        x = program.normed(norm_weights(self.input_layernorm))
+        attended = record(self.self_attn, program, x, rotation)
+        program.add(attended, norm_weights(self.post_attention_layernorm))
+        x = program.normed(norm_weights(self.pre_feedforward_layernorm))
+        out = record(self.mlp, program, x)
+        program.add(out, norm_weights(self.post_feedforward_layernorm))
 
 
 class DecoderForCausalLM(nn.Module):
@@ -140,6 +173,10 @@ class DecoderForCausalLM(nn.Module):
         """Final hidden states [r, hidden] → logits [r, V]."""
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
+
+    def record(self, program: Program) -> None:
+        """As `forward`, and the choice of the best tokens, in a program."""
+        self.lm_head.record(program, record(self.model, program))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill the model from Hugging Face's names; see `models.weights.load_weights`."""

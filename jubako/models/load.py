@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -12,6 +10,7 @@ from torch import nn
 from jubako.config import JubakoConfig
 from jubako.kernels.registry import set_kernels
 from jubako.layers.cache import CacheLayer
+from jubako.layers.dtype import default_dtype
 from jubako.models.interface import CausalLM
 from jubako.models.registry import get_model_class
 
@@ -33,12 +32,27 @@ def load_model(config: JubakoConfig, checkpoint: Any, device: torch.device) -> n
 
 def build_model(config: JubakoConfig, device: torch.device) -> nn.Module:
     """The model of `config` with uninitialised weights, in its dtype, on `device`."""
-    set_kernels(config.device_config.kernels)
+    set_kernels(config.device_config.kernels, device.type)
     model_config = config.model_config
-    model_class = get_model_class(model_config.architecture, pools=model_config.pools)
-    with _default_dtype(getattr(torch, config.model_config.dtype)), device:
+    model_class = get_model_class(
+        model_config.architecture,
+        pools=model_config.pools,
+        implementation=model_config.model_impl,
+    )
+    with default_dtype(getattr(torch, config.model_config.dtype)), device:
         model = model_class(config)
     return model.eval().requires_grad_(False)
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Let the kernels take over the weights of a loaded model, one matrix at a time.
+
+    Parents come before their parts: a layer may want a part packed in its own way.
+    """
+    for module in model.modules():
+        pack = getattr(module, "pack", None)
+        if pack is not None:
+            pack()
 
 
 def cache_layers(model: nn.Module) -> dict[str, Any]:
@@ -47,13 +61,3 @@ def cache_layers(model: nn.Module) -> dict[str, Any]:
     Attention, recurrent layers, and whatever else is a `layers.cache.CacheLayer`.
     """
     return {m.layer_name: m for m in model.modules() if isinstance(m, CacheLayer)}
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    outer = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(outer)

@@ -11,7 +11,7 @@ import torch
 from jubako.kernels.registry import get_kernels
 from jubako.kernels.state_slots import StateSlots
 
-from .test_recurrent import STEPS, check_states, initial, make_slots, paged
+from .states import STEPS, check_states, initial, make_slots, paged
 
 KEY, VALUE = 7, 5
 

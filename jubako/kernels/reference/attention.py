@@ -38,7 +38,9 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of query [T, Hq, D] → [T, Hq, D]; see `Kernels.paged_attention`."""
-    assert metadata.causal, "bidirectional attention has no KV pages"
+    if not metadata.causal:
+        assert sliding_window is None, "a window is counted back from a query's own position"
+        assert attention_chunk_size is None, "as is a chunk"
     if attention_chunk_size is not None:
         assert sliding_window is None, "a window and a chunk size exclude each other"
         metadata = cut_at_chunks(metadata, kv.block_size, attention_chunk_size)
@@ -53,7 +55,11 @@ def paged_attention(
         start, end = metadata.query_start_loc_cpu[row : row + 2].tolist()
         seq_len = int(metadata.seq_lens_cpu[row])
         blocks = metadata.block_table_tensor[row]
-        out[start:end] = step.long(slice(start, end), key, value, seq_len, blocks)
+        tokens = slice(start, end)
+        if metadata.causal:
+            out[tokens] = step.long(tokens, key, value, seq_len, blocks)
+        else:
+            out[tokens] = step.long_seeing_all(tokens, seq_len, blocks)
     return out
 
 
@@ -122,6 +128,17 @@ class _Step(NamedTuple):
                 reversed_q, k[:, :, keys], v[:, :, keys], band.mask(context + a - lo, b - a)
             )
             out[a:b] = part[0].flip(1).transpose(0, 1)
+        return out
+
+    def long_seeing_all(self, tokens: slice, seq_len: int, blocks: torch.Tensor) -> torch.Tensor:
+        """As `long`, for queries that each see all `seq_len` keys of the table row."""
+        q = self.query[tokens].transpose(0, 1)[None]
+        k, v = self._gather_row(blocks, 0, seq_len)
+        out = torch.empty_like(self.query[tokens])
+        piece = self._piece(seq_len) if self.has_scores else len(out)
+        for a in range(0, len(out), piece):
+            part = self._attend(q[:, :, a : a + piece], k, v)
+            out[a : a + piece] = part[0].transpose(0, 1)
         return out
 
     def _piece(self, seq_len: int) -> int:

@@ -144,7 +144,8 @@ def _group(
     n, width = len(rows), int(num_blocks.max())
     starts = metadata.query_start_loc_cpu[rows].astype(np.int64)
     tokens = (starts[:, None] + np.arange(query_len)).ravel()
-    T = metadata.slot_mapping.shape[0]
+    # Slots are those of queries, but for cross attention, whose keys come from elsewhere.
+    T = metadata.slot_mapping.shape[0] if metadata.causal else metadata.num_actual_tokens
     all_tokens = len(tokens) == T and bool((tokens == np.arange(T)).all())
 
     # A row shorter than the group repeats its last block, which is then cleared.
@@ -162,6 +163,8 @@ def _group(
         cleared = _cleared_rows(unseen[:, None], kv.num_kv_heads, device)
         # Position of each query, counted like `position`: the last one is the last key.
         at = ends[:, None] - query_len + np.arange(query_len)
+        if not metadata.causal:
+            at[:] = ends[:, None] - 1
         visible = position <= at[..., None]
         if window is not None:
             visible &= position > at[..., None] - window

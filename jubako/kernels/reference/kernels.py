@@ -24,6 +24,13 @@ class ReferenceKernels:
 
     name = "reference"
 
+    def use_threads(self, num_threads: int) -> None:
+        """PyTorch has its own."""
+
+    pack = staticmethod(linear.pack)
+    packed_linear = staticmethod(linear.no_packed_matrix)
+    packed_gated_linear = staticmethod(linear.no_packed_matrix)
+    packed_embedding = staticmethod(linear.no_packed_matrix)
     linear = staticmethod(linear.linear)
     rms_norm = staticmethod(norm.rms_norm)
     layer_norm = staticmethod(norm.layer_norm)

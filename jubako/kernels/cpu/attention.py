@@ -1,0 +1,201 @@
+"""What does native attention take, and how is it run on a step?
+
+Mirrors `native/attention/args.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+
+from jubako.kernels.cpu.library import ATTENTION_OPS, BF16, F16, F32, Memory, Pool, library
+from jubako.kernels.metadata import AttentionMetadata
+from jubako.kernels.paged_kv import PagedKV
+
+OP_PAGED_ATTENTION = ATTENTION_OPS
+
+KV_I8, KV_F8E4M3 = 3, 4
+"""Element types of pages beside the model's: int8 and fp8, a float32 scale a token and slab."""
+
+DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
+
+_P = ctypes.c_void_p
+_I = ctypes.c_int32
+_L = ctypes.c_int64
+_F = ctypes.c_float
+
+
+class AttentionStep(ctypes.Structure):
+    """One step, seen by the attention layers of one KV cache group."""
+
+    _fields_ = [
+        ("num_reqs", _L),
+        ("num_tokens", _L),
+        ("query_start_loc", _P),
+        ("seq_lens", _P),
+        ("block_table", _P),
+        ("block_table_stride", _L),
+        ("slot_mapping", _P),
+        ("max_query_len", _I),
+        ("max_seq_len", _I),
+        ("key_begin", _P),
+        ("key_end", _P),
+    ]
+
+
+class AttentionArgs(ctypes.Structure):
+    """Attention of a step's queries to pages."""
+
+    _fields_ = [
+        ("step", _P),
+        ("q", _P),
+        ("q_stride", _L),
+        ("out", _P),
+        ("out_stride", _L),
+        ("pages", _P),
+        *((name, _L) for name in ("block_stride", "head_stride", "row_stride")),
+        *((name, _L) for name in ("value_offset", "scale_offset")),
+        *((name, _I) for name in ("dtype", "kv_dtype", "num_heads", "num_kv_heads")),
+        *((name, _I) for name in ("head_size", "value_size", "block_size")),
+        *((name, _I) for name in ("window", "chunk", "causal")),
+        ("scale", _F),
+        ("soft_cap", _F),
+        ("sinks", _P),
+        ("scratch", _P),
+        ("scratch_bytes", _L),
+    ]
+
+
+def attention_scratch_bytes(
+    threads: int, num_heads: int, head_size: int, value_size: int, max_reqs: int, max_seq_len: int
+) -> int:
+    """Bytes of zeroed scratch for steps of at most `max_reqs` requests on `threads` threads."""
+    lib = library()
+    assert lib is not None, "there is no native library"
+    size = lib.jb_attention_scratch_bytes
+    size.restype = _L
+    size.argtypes = [_I, _I, _I, _I, _L, _L]
+    bytes_needed: int = size(threads, num_heads, head_size, value_size, max_reqs, max_seq_len)
+    return bytes_needed
+
+
+class Scratch:
+    """Memory that the attention ops of one pool share; it grows when a step needs more."""
+
+    def __init__(self) -> None:
+        self._memory: Memory | None = None
+
+    def lend(self, args: AttentionArgs, num_bytes: int) -> None:
+        """Give `args` at least `num_bytes`."""
+        if self._memory is None or self._memory.num_bytes < num_bytes:
+            self._memory = Memory(num_bytes)
+        args.scratch = self._memory.address
+        args.scratch_bytes = self._memory.num_bytes
+
+
+def fill_step(step: AttentionStep, metadata: AttentionMetadata) -> None:
+    """Point `step` at the host's arrays of `metadata`, which must outlive its use."""
+    blocks = metadata.block_table_cpu
+    step.num_reqs = metadata.num_reqs
+    step.num_tokens = metadata.num_actual_tokens
+    step.query_start_loc = _address(metadata.query_start_loc_cpu)
+    step.seq_lens = _address(metadata.seq_lens_cpu)
+    step.block_table = _address(blocks)
+    step.block_table_stride = blocks.strides[0] // 4
+    slots = metadata.slot_mapping_cpu
+    step.slot_mapping = metadata.slot_mapping.data_ptr() if slots is None else _address(slots)
+    step.max_query_len = metadata.max_query_len
+    step.max_seq_len = metadata.max_seq_len
+
+
+def can_attend(query: torch.Tensor, kv: PagedKV, metadata: AttentionMetadata) -> bool:
+    """Whether the native op takes these."""
+    arrays = (
+        metadata.query_start_loc_cpu,
+        metadata.seq_lens_cpu,
+        metadata.block_table_cpu,
+    )
+    return (
+        query.device.type == "cpu"
+        and query.dtype in DTYPES
+        and kv.pages.dtype == query.dtype
+        and query.shape[2] == kv.head_size
+        and kv.head_size <= 1024
+        and all(a.dtype == np.int32 and a.strides[-1] == 4 for a in arrays)
+    )
+
+
+def paged_attention(
+    pool: Pool,
+    scratch: Scratch,
+    query: torch.Tensor,
+    kv: PagedKV,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    attention_chunk_size: int | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    **fields: int | None,
+) -> torch.Tensor:
+    """Attention of query [T, Hq, D] → [T, Hq, D]; see `Kernels.paged_attention`.
+
+    Only where `can_attend` says so. The result is `out`, contiguous, if that is given; `fields`
+    replace what `kv` says of the pages.
+    """
+    T, Hq, D = query.shape
+    if query.stride(2) != 1 or query.stride(1) != D:
+        query = query.contiguous()
+    if out is None:
+        out = torch.empty((T, Hq, D), dtype=query.dtype)
+    if sinks is not None:
+        sinks = sinks.detach().float().contiguous()
+    step = AttentionStep()
+    fill_step(step, metadata)
+    pages = kv.pages
+    size = pages.element_size()
+    args = AttentionArgs(
+        step=ctypes.addressof(step),
+        q=query.data_ptr(),
+        q_stride=query.stride(0),
+        out=out.data_ptr(),
+        out_stride=Hq * D,
+        pages=pages.data_ptr(),
+        block_stride=pages.stride(0) * size,
+        head_stride=pages.stride(1) * size,
+        row_stride=pages.stride(3) * size,
+        value_offset=pages.stride(2) * size,
+        dtype=DTYPES[query.dtype],
+        kv_dtype=DTYPES[pages.dtype],
+        num_heads=Hq,
+        num_kv_heads=kv.num_kv_heads,
+        head_size=D,
+        value_size=D,
+        block_size=kv.block_size,
+        window=sliding_window or 0,
+        chunk=attention_chunk_size or 0,
+        causal=metadata.causal,
+        scale=scale,
+        soft_cap=logits_soft_cap or 0.0,
+        sinks=None if sinks is None else sinks.data_ptr(),
+    )
+    for name, value in fields.items():
+        setattr(args, name, value)
+    scratch.lend(
+        args,
+        attention_scratch_bytes(
+            pool.num_threads, Hq, D, D, metadata.num_reqs, metadata.max_seq_len
+        ),
+    )
+    pool.run(OP_PAGED_ATTENTION, args)
+    return out
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -1,0 +1,313 @@
+"""Which functions does the native implementation offer, one op at a time?
+
+What it does not take (float16, another device, unusual strides) the reference computes. A model
+whose layers can record themselves runs as a program instead, see `program`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from jubako.kernels.cpu import elementwise as ew
+from jubako.kernels.cpu.attention import Scratch, can_attend, paged_attention
+from jubako.kernels.cpu.library import BF16, F32, Memory, Pool, pool
+from jubako.kernels.cpu.matmul import (
+    EPILOGUE_NONE,
+    EPILOGUES_MUL,
+    OP_EMBED,
+    OP_MATMUL,
+    EmbedArgs,
+    MatmulArgs,
+    matmul_scratch_bytes,
+)
+from jubako.kernels.cpu.packed_matrix import PackedMatrix
+from jubako.kernels.cpu.recording import LAYER_NORM, RMS_NORM
+from jubako.kernels.metadata import AttentionMetadata
+from jubako.kernels.paged_kv import PagedKV
+from jubako.kernels.reference.kernels import ReferenceKernels
+
+_DTYPES = {torch.float32: F32, torch.bfloat16: BF16}
+_IDS_BITS = {torch.int32: 32, torch.int64: 64}
+
+
+class CpuKernels(ReferenceKernels):
+    """`kernels.interface.Kernels` in native code."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._scratch: Memory | None = None
+        self._attention_scratch = Scratch()
+        self.pool: Pool = pool(torch.get_num_threads())
+
+    def use_threads(self, num_threads: int) -> None:
+        """Run on that many threads from now on."""
+        self.pool = pool(num_threads)
+
+    # -- matrices -----------------------------------------------------------------------------
+
+    def pack(  # type: ignore[override]
+        self, weight: torch.Tensor, interleaved: bool = False
+    ) -> PackedMatrix | None:
+        if weight.dtype not in _DTYPES or weight.device.type != "cpu":
+            return None
+        return PackedMatrix.from_tensor(weight.contiguous(), self.pool, interleaved=interleaved)
+
+    def packed_linear(
+        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert not matrix.interleaved, "a gated matrix has a gated product"
+        return self._product(x, matrix, bias, None)
+
+    def packed_gated_linear(
+        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None, activation: str
+    ) -> torch.Tensor:
+        return self._product(x, matrix, bias, activation)
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        matrix: PackedMatrix,
+        bias: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor:
+        wide = x.reshape(-1, x.shape[-1])
+        if wide.stride(1) != 1:
+            wide = wide.contiguous()
+        rows = wide.shape[0]
+        width = matrix.n if activation is None else matrix.n // 2
+        out = torch.empty(rows, width, dtype=x.dtype)
+        count = ctypes.c_int64(rows)
+        bias = None if bias is None else bias.float().contiguous()
+        scratch = self._matmul_scratch(matmul_scratch_bytes(self.pool.num_threads, rows, matrix.k))
+        self.pool.run(
+            OP_MATMUL,
+            MatmulArgs(
+                rows=ctypes.addressof(count),
+                x=wide.data_ptr(),
+                ldx=wide.stride(0),
+                w=matrix.address,
+                bias=None if bias is None else bias.data_ptr(),
+                y=out.data_ptr(),
+                ldy=width,
+                scratch=scratch.address,
+                scratch_bytes=scratch.num_bytes,
+                parts=matrix.parts,
+                x_dtype=_DTYPES[x.dtype],
+                y_dtype=_DTYPES[x.dtype],
+                epilogue=EPILOGUES_MUL[activation] if activation else EPILOGUE_NONE,
+                activation_bits=matrix.activation_bits,
+            ),
+        )
+        return out.view(*x.shape[:-1], width)
+
+    def packed_embedding(
+        self, input_ids: torch.Tensor, matrix: PackedMatrix, dtype: torch.dtype
+    ) -> torch.Tensor:
+        ids = input_ids.reshape(-1).contiguous()
+        out = torch.empty(len(ids), matrix.k, dtype=dtype)
+        count = ctypes.c_int64(len(ids))
+        self.pool.run(
+            OP_EMBED,
+            EmbedArgs(
+                rows=ctypes.addressof(count),
+                ids=ids.data_ptr(),
+                w=matrix.address,
+                y=out.data_ptr(),
+                ldy=matrix.k,
+                scale=1.0,
+                ids_bits=_IDS_BITS[ids.dtype],
+                y_dtype=_DTYPES[dtype],
+            ),
+        )
+        return out.view(*input_ids.shape, matrix.k)
+
+    # -- rows ---------------------------------------------------------------------------------
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # type: ignore[override]
+        return self._norm(x, weight, None, eps, RMS_NORM)
+
+    def layer_norm(  # type: ignore[override]
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        return self._norm(x, weight, bias, eps, LAYER_NORM)
+
+    def _norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        kind: int,
+    ) -> torch.Tensor:
+        if not _takes(x) or x.dim() != 2 or weight.dtype != torch.float32:
+            if kind == RMS_NORM:
+                return super().rms_norm(x, weight, eps)
+            return super().layer_norm(x, weight, bias, eps)
+        rows, size = x.shape
+        out = torch.empty(rows, size, dtype=x.dtype)
+        count = ctypes.c_int64(rows)
+        weight = weight.contiguous()
+        self.pool.run(
+            ew.OP_NORM,
+            ew.NormArgs(
+                rows=ctypes.addressof(count),
+                x=x.data_ptr(),
+                y=out.data_ptr(),
+                weight=weight.data_ptr(),
+                bias=None if bias is None else bias.data_ptr(),
+                size=size,
+                ldx=x.stride(0),
+                ldy=size,
+                x_dtype=_DTYPES[x.dtype],
+                y_dtype=_DTYPES[x.dtype],
+                kind=kind,
+                eps=eps,
+            ),
+        )
+        return out
+
+    def qk_norm_rope(  # type: ignore[override]
+        self,
+        qk: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        interleaved: bool = False,
+    ) -> torch.Tensor:
+        rows, heads, D = qk.shape
+        if not _takes(qk) or D > ew.MAX_HEAD_SIZE or not cos.stride(-1) == sin.stride(-1) == 1:
+            return super().qk_norm_rope(qk, cos, sin, weight, eps, interleaved)
+        out = torch.empty(qk.shape, dtype=qk.dtype)
+        count = ctypes.c_int64(rows)
+        rotary = cos.shape[-1]
+        assert cos.stride(0) == sin.stride(0) or rows <= 1
+        weight = None if weight is None else weight.contiguous()
+        self.pool.run(
+            ew.OP_ROPE,
+            ew.RopeArgs(
+                rows=ctypes.addressof(count),
+                cos=cos.data_ptr(),
+                # The second half: the sines themselves.
+                sin=sin.data_ptr() + rotary // 2 * 4,
+                qkv=qk.data_ptr(),
+                q_out=out.data_ptr(),
+                weight=None if weight is None else weight.data_ptr(),
+                ld_table=cos.stride(0),
+                ld_token=qk.stride(0),
+                ld_head=qk.stride(1),
+                ld_out_token=heads * D,
+                dtype=_DTYPES[qk.dtype],
+                out_dtype=_DTYPES[qk.dtype],
+                num_heads=heads,
+                head_size=D,
+                rotary=rotary,
+                interleaved=interleaved,
+                eps=eps,
+            ),
+        )
+        return out
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self._gated(gate_up, "silu")
+
+    def gelu_tanh_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self._gated(gate_up, "gelu_tanh")
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self._gated(gate_up, "gelu")
+
+    def _gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        if not _takes(gate_up) or gate_up.dim() != 2:
+            function = getattr(ReferenceKernels, f"{activation}_and_mul")
+            result: torch.Tensor = function(gate_up)
+            return result
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(rows, size, dtype=gate_up.dtype)
+        count = ctypes.c_int64(rows)
+        self.pool.run(
+            ew.OP_GATED_ACTIVATION,
+            ew.GatedActivationArgs(
+                rows=ctypes.addressof(count),
+                x=gate_up.data_ptr(),
+                y=out.data_ptr(),
+                size=size,
+                ldx=gate_up.stride(0),
+                ldy=size,
+                x_dtype=_DTYPES[gate_up.dtype],
+                y_dtype=_DTYPES[gate_up.dtype],
+                activation=ew.ACTIVATIONS[activation],
+            ),
+        )
+        return out
+
+    # -- attention ----------------------------------------------------------------------------
+
+    def reshape_and_cache(  # type: ignore[override]
+        self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, metadata: AttentionMetadata
+    ) -> None:
+        slots = metadata.slot_mapping_cpu
+        pages = kv.pages
+        if slots is None or not (_takes(key) and _takes(value) and pages.dtype in _DTYPES):
+            super().reshape_and_cache(key, value, kv, metadata)
+            return
+        count = ctypes.c_int64(min(len(slots), len(key)))
+        self.pool.run(
+            ew.OP_KV_WRITE,
+            ew.KvWriteArgs(
+                rows=ctypes.addressof(count),
+                key=key.data_ptr(),
+                value=value.data_ptr(),
+                slots=slots.__array_interface__["data"][0],
+                pages=pages.data_ptr(),
+                key_token=key.stride(0),
+                key_head=key.stride(1),
+                value_token=value.stride(0),
+                value_head=value.stride(1),
+                block_stride=pages.stride(0) * pages.element_size(),
+                dtype=_DTYPES[key.dtype],
+                kv_dtype=_DTYPES[pages.dtype],
+                num_kv_heads=kv.num_kv_heads,
+                head_size=kv.head_size,
+                block_size=kv.block_size,
+            ),
+        )
+
+    def paged_attention(  # type: ignore[override]
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: PagedKV,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        attention_chunk_size: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rules: dict[str, Any] = {
+            "scale": scale,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "attention_chunk_size": attention_chunk_size,
+            "sinks": sinks,
+        }
+        if not can_attend(query, kv, metadata):
+            return super().paged_attention(query, key, value, kv, metadata, **rules)
+        return paged_attention(self.pool, self._attention_scratch, query, kv, metadata, **rules)
+
+    def _matmul_scratch(self, num_bytes: int) -> Memory:
+        """Memory that one product uses at a time, grown as needed."""
+        if self._scratch is None or self._scratch.num_bytes < num_bytes:
+            self._scratch = Memory(num_bytes)
+        return self._scratch
+
+
+def _takes(x: torch.Tensor) -> bool:
+    return x.dtype in _DTYPES and x.device.type == "cpu" and x.stride(-1) == 1

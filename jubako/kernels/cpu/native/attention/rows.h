@@ -1,0 +1,103 @@
+// How are the rows of a task kept, merged over the parts of their keys, and finished?
+//
+// A row is one query of one head. `m` is the largest score so far, `l` the sum of exp(score - m),
+// `acc` the sum of exp(score - m) · value.
+#pragma once
+
+#include <cmath>
+
+#include "../base/vec.h"
+#include "args.h"
+#include "plan.h"
+
+namespace jb {
+namespace JB_ISA {
+
+// To the nearest, ties to even.
+static inline uint16_t to_half(float x) {
+#if defined(__F16C__)
+  return (uint16_t)_mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(x), 0), 0);
+#else
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+  if (magnitude >= 0x47800000) return (uint16_t)(sign | 0x7c00);
+  if (magnitude < 0x38800000) {
+    // Subnormal: adding a half puts its bits where they belong, rounded.
+    float y;
+    memcpy(&y, &magnitude, 4);
+    y += 0.5f;
+    memcpy(&magnitude, &y, 4);
+    return (uint16_t)(sign | (magnitude - 0x3f000000));
+  }
+  magnitude += 0xfff + (magnitude >> 13 & 1);
+  return (uint16_t)(sign | ((magnitude >> 13) - (112 << 10)));
+#endif
+}
+
+constexpr float NOTHING = -INFINITY;
+
+// exp(x) of one float, by the same instructions as of many.
+static inline float exp_one(float x) {
+  f32x16 y = v_exp(v_set(x));
+  return ((const float*)&y)[0];
+}
+
+// Merge a part's sums into those of the parts before it. Its own function, so that it rounds alike
+// wherever it is called from.
+static __attribute__((noinline)) void merge_row(float* m, float* l, float* acc, float part_m,
+                                                float part_l, const float* part_acc, int64_t size) {
+  if (part_m == NOTHING) return;
+  if (*m == NOTHING) {
+    *m = part_m;
+    *l = part_l;
+    for (int64_t d = 0; d < size; d += 16) v_store(acc + d, v_load(part_acc + d));
+    return;
+  }
+  float top = *m > part_m ? *m : part_m;
+  float old = exp_one(*m - top), fresh = exp_one(part_m - top);
+  *m = top;
+  *l = *l * old + part_l * fresh;
+  f32x16 a = v_set(old), b = v_set(fresh);
+  for (int64_t d = 0; d < size; d += 16) {
+    v_store(acc + d, v_load(acc + d) * a + v_load(part_acc + d) * b);
+  }
+}
+
+// Write a row's result. `sink` is a score without a value; NOTHING: there is none.
+static __attribute__((noinline)) void finish_row(const AttentionArgs& a, int64_t token, int64_t head,
+                                                 float m, float l, const float* acc, float sink) {
+  float factor = 0;
+  if (m != NOTHING) {
+    if (sink != NOTHING) {
+      float top = m > sink ? m : sink;
+      float rest = exp_one(m - top);
+      factor = rest / (l * rest + exp_one(sink - top));
+    } else {
+      factor = 1.0f / l;
+    }
+  }
+  int64_t at = token * a.out_stride + head * a.value_size;
+  f32x16 f = v_set(factor);
+  for (int64_t d = 0; d < a.value_size; d += 16) {
+    f32x16 y = factor == 0 ? v_set(0) : v_load(acc + d) * f;
+    int64_t n = a.value_size - d;
+    if (a.dtype == F16) {
+      for (int64_t j = 0; j < (n < 16 ? n : 16); ++j) {
+        ((uint16_t*)a.out)[at + d + j] = to_half(((const float*)&y)[j]);
+      }
+    } else if (n >= 16) {
+      v_store_any(a.out, at + d, a.dtype, y);
+    } else {
+      v_store_part(a.out, at + d, a.dtype, y, n);
+    }
+  }
+}
+
+static inline float sink_of(const AttentionArgs& a, int64_t head) {
+  return a.sinks ? a.sinks[head] : NOTHING;
+}
+
+}  // namespace JB_ISA
+}  // namespace jb

@@ -1,0 +1,54 @@
+"""How do the tokens of whole sequences attend to each other outside the engine's steps?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from jubako.kernels.metadata import AttentionMetadata
+from jubako.kernels.registry import get_kernels
+
+
+def whole_sequences(lengths: Sequence[int], device: torch.device) -> AttentionMetadata:
+    """Metadata of sequences of these lengths, one behind the other, none of which is kept."""
+    starts: np.ndarray = np.zeros(len(lengths) + 1, np.int32)
+    starts[1:] = np.cumsum(lengths)
+    sizes: np.ndarray = np.asarray(lengths, np.int32)
+    blocks: np.ndarray = np.zeros((len(lengths), 0), np.int32)
+    slots: np.ndarray = np.full(int(starts[-1]), -1, np.int64)
+    return AttentionMetadata(
+        query_start_loc=torch.from_numpy(starts).to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.from_numpy(sizes).to(device),
+        seq_lens_cpu=sizes,
+        num_reqs=len(lengths),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=int(sizes.max(initial=0)),
+        max_seq_len=int(sizes.max(initial=0)),
+        block_table_tensor=torch.from_numpy(blocks),
+        block_table_cpu=blocks,
+        slot_mapping=torch.from_numpy(slots),
+        causal=False,
+        slot_mapping_cpu=slots,
+    )
+
+
+class BidirectionalAttention(nn.Module):
+    """Attention of every token to its whole sequence. `scale` multiplies q·k."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.kernels = get_kernels()
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: AttentionMetadata
+    ) -> torch.Tensor:
+        """q, k and v [T, H, D] of `sequences`, see `whole_sequences` → [T, H · D]."""
+        out = self.kernels.encoder_attention(q, k, v, sequences, scale=self.scale)
+        return out.flatten(1)
