@@ -18,13 +18,14 @@ __all__ = [
     "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "Transcription",
     "__version__",
 ]
 
 if TYPE_CHECKING:
     from jubako.entrypoints.llm import LLM
     from jubako.frontend.async_llm import AsyncLLM
-    from jubako.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+    from jubako.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput, Transcription
     from jubako.sampling_params import PoolingParams, SamplingParams
 
 _HOMES = {
@@ -35,6 +36,7 @@ _HOMES = {
     "PoolingRequestOutput": "jubako.outputs",
     "RequestOutput": "jubako.outputs",
     "SamplingParams": "jubako.sampling_params",
+    "Transcription": "jubako.outputs",
 }
 
 

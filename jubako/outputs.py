@@ -177,3 +177,29 @@ def viewed(
         error=output.error,
         metrics=output.metrics,
     )
+
+
+class TranscriptionSegment(msgspec.Struct, kw_only=True):
+    """What was said from `start` to `end`, in seconds of the recording."""
+
+    start: float
+    end: float
+    text: str
+    token_ids: list[int]
+    """Of the text alone."""
+    avg_logprob: float | None = None
+    """Mean log-probability of the tokens; only with timestamps."""
+
+
+class Transcription(msgspec.Struct, kw_only=True):
+    """What was said in a recording."""
+
+    text: str
+    language: str
+    """Code of the language that was spoken, "en"."""
+    task: str
+    """"transcribe", or "translate" for text in English whatever was spoken."""
+    duration: float
+    """Seconds of the recording."""
+    segments: list[TranscriptionSegment]
+    """With timestamps as the model hears them, else one for each piece of at most 30 seconds."""

@@ -71,6 +71,22 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     whitespace_pattern: str | None = None
 
 
+class TranscriptionRules(msgspec.Struct, omit_defaults=True, frozen=True):
+    """What a speech model must not write, and in which order it writes times.
+
+    Filled by the front end of transcriptions. Times are token ids from `first_timestamp` on, one
+    every 0.02 s; None where no times are wanted.
+    """
+
+    end_token_id: int
+    """Ids from here on are no text."""
+    suppress_tokens: list[int] = []
+    """Never written."""
+    begin_suppress_tokens: list[int] = []
+    """Not written as the first token."""
+    first_timestamp: int | None = None
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Sampling parameters of a request, with OpenAI's and vLLM's names and defaults.
 
@@ -115,6 +131,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     skip_reading_prefix_cache: bool | None = None
     eos_token_ids: list[int] = []
     """Filled by the input processor: every id that ends a sequence of this model."""
+    transcription: TranscriptionRules | None = None
+    """Filled by the front end of transcriptions."""
 
     def __post_init__(self) -> None:
         self._normalise()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parent.parent / "docs"
+REPOSITORY = Path(__file__).parent.parent
+DOCS = REPOSITORY / "docs"
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NEEDS = re.compile(r"^<!-- needs (.*) -->$", re.MULTILINE)
+"""What a page says of the packages without which it cannot run."""
 
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
@@ -29,8 +34,17 @@ PAGES = sorted(page for page in DOCS.glob("**/*.md") if python_blocks(page.read_
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page(page):
-    run_page(str(page), page.read_text("utf-8"))
+def test_page(page, monkeypatch):
+    text = page.read_text("utf-8")
+    needed = [name for line in NEEDS.findall(text) for name in line.split()]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"needs the packages {', '.join(missing)}")
+    # What a page writes does not stay; what it reads is found as in a clone.
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "tests").symlink_to(REPOSITORY / "tests")
+        monkeypatch.chdir(folder)
+        run_page(str(page), text)
 
 
 def test_there_is_something_to_run():

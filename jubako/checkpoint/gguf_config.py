@@ -331,6 +331,17 @@ def _llama(keys: _Keys) -> dict[str, Any]:
     return config
 
 
+def _arcee(keys: _Keys) -> dict[str, Any]:
+    return {
+        "architectures": ["ArceeForCausalLM"],
+        "model_type": "arcee",
+        "hidden_act": "relu2",
+        "attention_bias": "blk.0.attn_q.bias" in keys.file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in keys.file.tensors,
+        **_rope(keys),
+    }
+
+
 def _qwen2(keys: _Keys) -> dict[str, Any]:
     num_layers = keys.integer("block_count")
     return {
@@ -532,6 +543,7 @@ def _stablelm(keys: _Keys) -> dict[str, Any]:
 
 
 _BUILDERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
+    "arcee": _arcee,
     "cohere2": _cohere2,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jubako.checkpoint import default_model
+from jubako.checkpoint.ctranslate2 import CTranslate2File
 from jubako.checkpoint.gguf import MAGIC, GGUFArray, GGUFFile
 from jubako.checkpoint.gguf_config import config_from_gguf
 from jubako.checkpoint.quantisation import weight_format
@@ -28,6 +29,8 @@ END_OF_TURN_TOKENS = (
 )
 """Control tokens that end an answer whatever the metadata names; llama.cpp stops there too."""
 
+CTRANSLATE2_FILE = "model.bin"
+
 _CONTROL, _USER_DEFINED = 3, 4
 
 
@@ -35,7 +38,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 class Checkpoint:
     """A model on disk. Nothing but headers and small files has been read."""
 
-    kind: Literal["hf", "gguf"]
+    kind: Literal["hf", "gguf", "ctranslate2"]
     path: Path
     """The folder, or the GGUF file."""
     name: str
@@ -47,11 +50,12 @@ class Checkpoint:
     """Every id that ends an answer; the first is the end-of-sequence token proper."""
     weight_files: tuple[Path, ...] = ()
     gguf: GGUFFile | None = None
+    ctranslate2: CTranslate2File | None = None
 
     @property
     def folder(self) -> Path:
         """Where files beside the weights are looked for."""
-        return self.path if self.kind == "hf" else self.path.parent
+        return self.path.parent if self.kind == "gguf" else self.path
 
 
 def open_checkpoint(model: str | None = None) -> Checkpoint:
@@ -101,6 +105,8 @@ def _open_file(path: Path) -> Checkpoint:
 
 def _open_folder(path: Path) -> Checkpoint:
     name = path.name or path.resolve().name
+    if (path / CTRANSLATE2_FILE).is_file():
+        return _open_ctranslate2(path, name)
     if (path / "config.json").is_file():
         return _open_hf(path, name)
     ggufs = sorted(path.glob("*.gguf"))
@@ -206,6 +212,29 @@ def _safetensors_files(path: Path, name: str) -> tuple[Path, ...]:
             "run code. Convert them to safetensors."
         )
     raise CheckpointError(f"Folder {name!r} has no weights (*.safetensors).")
+
+
+# -- CTranslate2 ------------------------------------------------------------------------------
+
+
+def _open_ctranslate2(path: Path, name: str) -> Checkpoint:
+    # Few models are in this format: others need not wait for it to be imported.
+    from jubako.checkpoint import ctranslate2_config
+
+    file = CTranslate2File(path / CTRANSLATE2_FILE)
+    config = ctranslate2_config.config_from_ctranslate2(file, path)
+    own = read_json(path / "config.json", optional=True)
+    generation = read_json(path / "generation_config.json", optional=True)
+    return Checkpoint(
+        kind="ctranslate2",
+        path=path,
+        name=name,
+        hf_config=config,
+        generation_config=ctranslate2_config.generation_from_ctranslate2(own) | generation,
+        eos_token_ids=(config["eos_token_id"],),
+        weight_files=(file.path,),
+        ctranslate2=file,
+    )
 
 
 # -- GGUF -------------------------------------------------------------------------------------

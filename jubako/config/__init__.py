@@ -12,8 +12,10 @@ from typing import Any
 
 from jubako.config.cache import CacheConfig, KVEventsConfig
 from jubako.config.device import DeviceConfig
+from jubako.config.encoder import EncoderConfig
 from jubako.config.lora import LoRAConfig
 from jubako.config.model import ModelConfig
+from jubako.config.multimodal import MultiModalConfig
 from jubako.config.observability import ObservabilityConfig
 from jubako.config.options import values_of
 from jubako.config.parallel import ParallelConfig
@@ -27,11 +29,13 @@ __all__ = [
     "CacheConfig",
     "DeviceConfig",
     "ECTransferConfig",
+    "EncoderConfig",
     "JubakoConfig",
     "KVEventsConfig",
     "KVTransferConfig",
     "LoRAConfig",
     "ModelConfig",
+    "MultiModalConfig",
     "ObservabilityConfig",
     "ParallelConfig",
     "PoolerConfig",
@@ -42,6 +46,8 @@ __all__ = [
 _CONCERNS: dict[str, type] = {
     "model_config": ModelConfig,
     "pooler_config": PoolerConfig,
+    "multimodal_config": MultiModalConfig,
+    "encoder_config": EncoderConfig,
     "cache_config": CacheConfig,
     "scheduler_config": SchedulerConfig,
     "parallel_config": ParallelConfig,
@@ -56,6 +62,7 @@ _CONCERNS: dict[str, type] = {
 ENGINE_CONCERNS = (
     ModelConfig,
     PoolerConfig,
+    MultiModalConfig,
     CacheConfig,
     SchedulerConfig,
     DeviceConfig,
@@ -70,6 +77,8 @@ class JubakoConfig:
 
     model_config: ModelConfig = field(default_factory=ModelConfig)
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
+    multimodal_config: MultiModalConfig = field(default_factory=MultiModalConfig)
+    encoder_config: EncoderConfig = field(default_factory=EncoderConfig)
     cache_config: CacheConfig = field(default_factory=CacheConfig)
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)

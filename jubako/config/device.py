@@ -20,7 +20,11 @@ class DeviceConfig:
         "auto", "Where to compute. auto: a CUDA device if PyTorch finds one, else the CPU."
     )
     num_threads: int | None = option(None, "Threads that compute (default: one per core).")
-    kernels: Literal["auto", "reference"] = option("auto", "Which implementation of the kernels.")
+    kernels: Literal["auto", "cpu", "reference"] = option(
+        "auto",
+        "Which implementation of the kernels. cpu: native code; reference: PyTorch's operators; "
+        "auto: native code on a CPU where it was built.",
+    )
 
     def __post_init__(self) -> None:
         check_types(self)

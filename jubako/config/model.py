@@ -35,6 +35,11 @@ class ModelConfig:
     max_model_len: int | None = option(
         None, "Longest context, prompt plus output, in tokens (default: the model's own)."
     )
+    model_impl: Literal["auto", "native", "transformers"] = option(
+        "auto",
+        "Whose code computes the model: Jubako's own (native), or transformers' with Jubako's "
+        "attention (auto: native where the architecture has it, else transformers).",
+    )
     runner: Literal["auto", "generate", "pooling"] = option(
         "auto",
         "Whether the model writes text, or makes vectors and scores of prompts (auto: as its "

@@ -49,8 +49,11 @@ class SchedulerConfig:
     )
     stream_interval: int = option(1, "Tokens between two outputs of a streaming request.")
     max_num_encoder_input_tokens: int = 0
+    """Most embeddings that the encoder makes in a step; 0: like `max_num_batched_tokens`."""
     encoder_cache_size: int = 0
+    """Embeddings of encoder outputs that are kept; 0: like `max_num_batched_tokens`."""
     disable_chunked_mm_input: bool = False
+    """Media items are never split over two steps."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -63,7 +66,12 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1.", name)
-        for name in ("long_prefill_token_threshold", "admission_lookahead"):
+        for name in (
+            "long_prefill_token_threshold",
+            "admission_lookahead",
+            "max_num_encoder_input_tokens",
+            "encoder_cache_size",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 0.", name)
         if (

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from jubako import __version__
 from jubako.config import JubakoConfig
+from jubako.engine.encoder_input import check_encoder_input
 from jubako.engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -251,9 +252,10 @@ class EngineCore:
 
     def _check(self, request: EngineCoreRequest) -> None:
         """Refuse what would stop a step, and with it everybody's requests."""
-        for name in ("mm_features", "prompt_embeds", "lora_request"):
+        for name in ("prompt_embeds", "lora_request"):
             if getattr(request, name) is not None:
                 raise NotImplementedFeatureError(f"{name} is not built; leave it out.", name)
+        check_encoder_input(self.config.encoder_config, self.ready.vocab_size, request.mm_features)
         ids = request.prompt_token_ids
         if not ids:
             raise ValidationError("The prompt is empty.", "prompt")

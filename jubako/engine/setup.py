@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jubako.config import JubakoConfig
 from jubako.config.recurrent import resolve_state_caching
+from jubako.engine.encoder_setup import with_encoder
 from jubako.engine.handshake import Usage
 from jubako.engine.pooling_setup import with_pooling
 from jubako.errors import CheckpointError, ConfigError
@@ -22,7 +23,13 @@ GPU_BLOCK_SIZE = 16
 
 _LARGE_GPU_BYTES = 70 << 30
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
-_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+_LENGTH_KEYS = (
+    "max_position_embeddings",
+    "max_target_positions",
+    "n_positions",
+    "max_sequence_length",
+    "seq_length",
+)
 _NOT_BUILT = {
     "parallel_config": (
         "tensor_parallel_size",
@@ -31,11 +38,7 @@ _NOT_BUILT = {
         "decode_context_parallel_size",
         "data_parallel_size",
     ),
-    "scheduler_config": (
-        "disable_chunked_mm_input",
-        "encoder_cache_size",
-        "max_num_encoder_input_tokens",
-    ),
+    "scheduler_config": ("disable_chunked_mm_input",),
     # Nobody would read events, and they would pile up.
     "kv_events_config": ("enable_kv_cache_events", "use_int_block_hashes"),
 }
@@ -70,6 +73,7 @@ def complete_config(config: JubakoConfig, checkpoint: Checkpoint, *, usage: Usag
     architecture = _architecture(model)
     length_asked_for = config.model_config.max_model_len
     config = with_pooling(config, checkpoint, architecture)
+    config = with_encoder(config, checkpoint, architecture)
     max_model_len = resolve_max_model_len(config.model_config.max_model_len, model)
     block_size = config.cache_config.block_size
     caching = resolve_state_caching(
@@ -195,7 +199,7 @@ def resolve_dtype(wanted: str, checkpoint: Checkpoint, machine: Machine) -> str:
     own = str(next(filter(None, named), "bfloat16")).removeprefix("torch.")
     if own == "float32":
         return own
-    if own == "float16" and checkpoint.kind == "hf" and not no_float16:
+    if own == "float16" and checkpoint.kind != "gguf" and not no_float16:
         return own if machine.float16 else "float32"
     # Files in float16 for llama.cpp are made from bfloat16 as often as not.
     return "bfloat16" if machine.bfloat16 else "float32"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jubako.config import JubakoConfig
 from jubako.entrypoints.default_sampling import default_sampling_values
 from jubako.entrypoints.llm_pooling import PoolingMethods
+from jubako.entrypoints.llm_transcription import TranscriptionMethods
 from jubako.errors import EngineDeadError, JubakoError, ValidationError
 from jubako.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from jubako.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
@@ -33,7 +34,7 @@ PROGRESS_AFTER_SECONDS = 1.0
 Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
-class LLM(PoolingMethods):
+class LLM(PoolingMethods, TranscriptionMethods):
     """A model in this process.
 
     Arguments are options of the engine, by vLLM's names; None leaves the choice to the engine.

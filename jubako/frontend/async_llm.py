@@ -250,7 +250,9 @@ class AsyncLLM:
         await self._wait_while_closed()
         internal_id = assign_request_id(processed.request)
         collector = RequestOutputCollector(params.output_kind)
-        children = self._outputs.add_request(processed.request, processed.prompt, collector)
+        children = self._outputs.add_request(
+            processed.request, processed.prompt, collector, processed.encoder_prompt
+        )
         self._idle.clear()
         try:
             for child in children:

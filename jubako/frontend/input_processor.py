@@ -9,30 +9,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from typing import NamedTuple
 
 from jubako.config import JubakoConfig
+from jubako.engine.encoder_input import audio_feature, check_encoder_input, text_feature, too_long
 from jubako.engine.messages import EngineCoreReady, EngineCoreRequest
 from jubako.errors import NotImplementedFeatureError, ValidationError
+from jubako.frontend.encoder_inputs import begun, take_encoder_apart
 from jubako.frontend.pooling_input import complete_pooling_params
+from jubako.frontend.prompt_parts import Prompt, PromptParts, as_token_ids, show, take_apart
 from jubako.frontend.tokenizer import LONG_TEXT, Tokenizer
 from jubako.sampling_params import PoolingParams, SamplingParams
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`."""
+from jubako.scheduler.features import MultiModalFeatureSpec
 
 MAX_N = 1024
 """Most answers to one request; each is a request of its own inside."""
-
-_NOT_BUILT_KEYS = {
-    "prompt_embeds": "Prompt embeddings",
-    "multi_modal_data": "Multimodal inputs",
-    "multi_modal_uuids": "Multimodal inputs",
-    "mm_processor_kwargs": "Multimodal inputs",
-    "encoder_prompt": "Encoder-decoder models",
-    "decoder_prompt": "Encoder-decoder models",
-}
-_KNOWN_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
 class ProcessedInput(NamedTuple):
@@ -40,6 +31,7 @@ class ProcessedInput(NamedTuple):
 
     request: EngineCoreRequest
     prompt: str | None
+    encoder_prompt: str | None = None
 
 
 class InputProcessor:
@@ -52,6 +44,7 @@ class InputProcessor:
         self, config: JubakoConfig, ready: EngineCoreReady, tokenizer: Tokenizer | None
     ) -> None:
         self._config = config
+        self._encoder = config.encoder_config
         self._tokenizer = tokenizer
         self._max_model_len = ready.max_model_len
         self._vocab_size = ready.vocab_size
@@ -84,7 +77,7 @@ class InputProcessor:
         """
         if not isinstance(request_id, str) or not request_id:
             raise ValidationError(
-                f"request_id must be a non-empty string, got {_show(request_id)}.", "request_id"
+                f"request_id must be a non-empty string, got {show(request_id)}.", "request_id"
             )
         if lora_request is not None:
             raise NotImplementedFeatureError("LoRA adapters are not built.", "lora_request")
@@ -94,27 +87,34 @@ class InputProcessor:
         self._check_priority(priority)
         if data_parallel_rank not in (None, 0):
             raise ValidationError(
-                f"data_parallel_rank must be 0, got {_show(data_parallel_rank)}.",
+                f"data_parallel_rank must be 0, got {show(data_parallel_rank)}.",
                 "data_parallel_rank",
                 data_parallel_rank,
             )
-        parts = _take_apart(prompt)
+        encoder: PromptParts | None = None
+        features = None
+        if self._encoder.is_encoder_decoder:
+            parts, encoder, features = self._both_sides(prompt, params, request_id)
+        else:
+            parts = take_apart(prompt)
         salt = parts.cache_salt if cache_salt is None else cache_salt
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise ValidationError(
-                f"cache_salt must be a non-empty string, got {_show(salt)}.", "cache_salt", salt
+                f"cache_salt must be a non-empty string, got {show(salt)}.", "cache_salt", salt
             )
         sampling = pooling = None
         if isinstance(params, PoolingParams):
             pooling = complete_pooling_params(self._config, params)
             token_ids = self.encode_prompt(prompt, pooling.truncate_prompt_tokens)
         else:
-            token_ids = self._token_ids(parts, params)
+            # What is cut of two prompts is the encoder's, which is the longer.
+            keep = params.truncate_prompt_tokens if features is None else None
+            token_ids = self._token_ids(parts, keep)
             sampling = self._complete(params, len(token_ids))
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            mm_features=None,
+            mm_features=features,
             sampling_params=sampling,
             pooling_params=pooling,
             eos_token_id=self._eos_token_id,
@@ -123,11 +123,15 @@ class InputProcessor:
             priority=priority,
             trace_headers=trace_headers,
         )
-        return ProcessedInput(request, parts.text)
+        return ProcessedInput(request, parts.text, None if encoder is None else encoder.text)
 
     def takes_long(self, prompt: Prompt) -> bool:
         """Whether processing `prompt` is worth a thread, because it has much text to encode."""
+        if isinstance(prompt, Mapping) and prompt.get("encoder_prompt") is not None:
+            prompt = prompt["encoder_prompt"]
         if isinstance(prompt, Mapping):
+            if "input_features" in prompt or "multi_modal_data" in prompt:
+                return True
             if prompt.get("prompt_token_ids") is not None:
                 return False
             prompt = prompt.get("prompt", "")
@@ -135,14 +139,49 @@ class InputProcessor:
 
     # -- prompt -------------------------------------------------------------------------------
 
-    def _token_ids(self, parts: _PromptParts, params: SamplingParams) -> list[int]:
-        keep = params.truncate_prompt_tokens
-        if parts.token_ids is not None:
-            ids = _as_token_ids(parts.token_ids)
+    def _both_sides(
+        self, prompt: Prompt, params: SamplingParams | PoolingParams, request_id: str
+    ) -> tuple[PromptParts, PromptParts, list[MultiModalFeatureSpec]]:
+        """The decoder's prompt as token ids, the encoder's, and that as the model reads it."""
+        config = self._encoder
+        sides = take_encoder_apart(prompt, config)
+        if config.modality == "audio":
+            encoder = PromptParts(None, None)
+            feature = audio_feature(sides.encoder, request_id, config)
         else:
-            assert parts.text is not None
-            # Special tokens that the tokeniser adds do not make an empty prompt a prompt.
-            ids = self._encode(parts.text, truncated=keep is not None) if parts.text else []
+            encoder = take_apart(sides.encoder)
+            feature = text_feature(self._encoder_ids(encoder, params), request_id)
+        check_encoder_input(config, self._vocab_size, [feature])
+        decoder = PromptParts(None, config.default_decoder_prompt, sides.cache_salt)
+        if sides.decoder is not None:
+            decoder = take_apart(sides.decoder)
+            ids = self._ids_of(decoder, truncated=False, special=False)
+            decoder = PromptParts(decoder.text, begun(ids, config), sides.cache_salt)
+        return decoder, encoder, [feature]
+
+    def _encoder_ids(self, parts: PromptParts, params: SamplingParams | PoolingParams) -> list[int]:
+        longest, keep = self._encoder.max_input_tokens, params.truncate_prompt_tokens
+        size, tokenizer = len(parts.text or ""), self._tokenizer
+        is_text = parts.token_ids is None and keep is None
+        if is_text and tokenizer is not None and tokenizer.cannot_fit(size, longest):
+            raise too_long(self._encoder, f"{size} characters", size)
+        ids = self._ids_of(parts, truncated=True)
+        if keep is not None:
+            ids = ids[-(longest if keep == -1 else keep) :]
+        # Else NumPy would refuse them in its own words.
+        self._check_token_ids("encoder_prompt", ids)
+        return ids
+
+    def _ids_of(self, parts: PromptParts, *, truncated: bool, special: bool = True) -> list[int]:
+        if parts.token_ids is not None:
+            return as_token_ids(parts.token_ids)
+        # Special tokens that the tokeniser adds do not make an empty prompt a prompt.
+        if not parts.text:
+            return []
+        return self._encode(parts.text, truncated=truncated, special=special)
+
+    def _token_ids(self, parts: PromptParts, keep: int | None) -> list[int]:
+        ids = self._ids_of(parts, truncated=keep is not None)
         if not ids:
             raise ValidationError(
                 "The prompt is empty; it must have at least one token.", "prompt", ""
@@ -165,10 +204,10 @@ class InputProcessor:
 
         Truncation keeps the beginning, and the special tokens at the end.
         """
-        parts = _take_apart(prompt)
+        parts = take_apart(prompt)
         keep = self._check_truncation(truncate_prompt_tokens)
         if parts.token_ids is not None:
-            ids = _as_token_ids(parts.token_ids)[:keep]
+            ids = as_token_ids(parts.token_ids)[:keep]
         else:
             text = parts.text or ""
             if self._config.pooler_config.lower_case:
@@ -202,7 +241,7 @@ class InputProcessor:
         if type(keep) is not int or not (keep == -1 or 1 <= keep <= self._max_model_len):
             raise ValidationError(
                 f"truncate_prompt_tokens must be -1, or 1 to {self._max_model_len}, got "
-                f"{_show(keep)}.",
+                f"{show(keep)}.",
                 "truncate_prompt_tokens",
                 keep,
             )
@@ -302,7 +341,7 @@ class InputProcessor:
             ("stop_token_ids", params.stop_token_ids),
         ):
             if ids:
-                self._check_token_ids(name, _as_token_ids(list(ids), name))
+                self._check_token_ids(name, as_token_ids(list(ids), name))
         if self._tokenizer is None:
             for name in ("stop", "bad_words"):
                 if getattr(params, name):
@@ -324,7 +363,7 @@ class InputProcessor:
     def _check_priority(self, priority: object) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValidationError(
-                f"priority must be an integer, got {_show(priority)}.", "priority", priority
+                f"priority must be an integer, got {show(priority)}.", "priority", priority
             )
         if priority != 0 and not self._has_priorities:
             raise ValidationError(
@@ -363,7 +402,7 @@ class InputProcessor:
         for word in words:
             if not isinstance(word, str) or not word.strip():
                 raise ValidationError(
-                    f"bad_words must be non-empty strings, got {_show(word)}.", "bad_words", word
+                    f"bad_words must be non-empty strings, got {show(word)}.", "bad_words", word
                 )
             for text in (word.lstrip(" "), " " + word.lstrip(" ")):
                 ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -382,72 +421,3 @@ def assign_request_id(request: EngineCoreRequest) -> str:
     request.external_req_id = request.request_id
     request.request_id = f"{request.request_id}-{os.urandom(4).hex()}"
     return request.request_id
-
-
-class _PromptParts(NamedTuple):
-    text: str | None
-    token_ids: Sequence[int] | None
-    cache_salt: object = None
-
-
-def _take_apart(prompt: object) -> _PromptParts:
-    if isinstance(prompt, str):
-        return _PromptParts(prompt, None)
-    if isinstance(prompt, Mapping):
-        return _take_mapping_apart(prompt)
-    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
-        return _PromptParts(None, prompt)
-    raise ValidationError(
-        "A prompt must be text, a list of token ids, or a mapping with prompt or "
-        f"prompt_token_ids, got {type(prompt).__name__}.",
-        "prompt",
-    )
-
-
-def _take_mapping_apart(prompt: Mapping[Any, Any]) -> _PromptParts:
-    for key, feature in _NOT_BUILT_KEYS.items():
-        if prompt.get(key) is not None:
-            raise NotImplementedFeatureError(f"{feature} are not built.", key)
-    unknown = [key for key in prompt if key not in _KNOWN_KEYS and key not in _NOT_BUILT_KEYS]
-    if unknown:
-        raise ValidationError(
-            f"A prompt has no field {_show(unknown[0])}; it may have prompt, prompt_token_ids "
-            "and cache_salt.",
-            "prompt",
-        )
-    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if text is None and ids is None:
-        raise ValidationError("A prompt needs prompt or prompt_token_ids.", "prompt")
-    if text is not None and not isinstance(text, str):
-        raise ValidationError(f"prompt must be text, got {type(text).__name__}.", "prompt", text)
-    if ids is not None and (not isinstance(ids, Sequence) or isinstance(ids, str | bytes)):
-        raise ValidationError(
-            f"prompt_token_ids must be a list of token ids, got {type(ids).__name__}.",
-            "prompt_token_ids",
-            ids,
-        )
-    return _PromptParts(text, ids, prompt.get("cache_salt"))
-
-
-def _as_token_ids(ids: Sequence[Any], parameter: str = "prompt") -> list[int]:
-    """`ids` as a list of plain integers."""
-    kinds = set(map(type, ids))
-    if kinds <= {int}:
-        return list(ids)
-    result = []
-    for value in ids:
-        # NumPy's integers are as good; truth values and floats are mistakes.
-        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-            raise ValidationError(
-                f"{parameter} must be text or a list of integer token ids; it has a "
-                f"{type(value).__name__}, {_show(value)}.",
-                parameter,
-                value,
-            )
-        result.append(value.__index__())
-    return result
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:100] + "..."

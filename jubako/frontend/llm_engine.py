@@ -72,7 +72,7 @@ class LLMEngine:
 
         Raises `ValidationError` for a bad request, which changes nothing.
         """
-        request, text = self._inputs.process_inputs(
+        request, text, encoder_text = self._inputs.process_inputs(
             request_id,
             prompt,
             params,
@@ -81,7 +81,7 @@ class LLMEngine:
             arrival_time=arrival_time,
         )
         internal_id = assign_request_id(request)
-        children = self._outputs.add_request(request, text)
+        children = self._outputs.add_request(request, text, encoder_prompt=encoder_text)
         try:
             for child in children:
                 self.client.add_request(child)

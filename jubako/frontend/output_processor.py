@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from jubako.engine.encoder_input import encoder_token_ids
 from jubako.engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from jubako.frontend.logprobs import LogprobsProcessor, TokenTexts
 from jubako.frontend.output_collector import RequestOutputCollector
@@ -46,6 +47,8 @@ class RequestState:
     __slots__ = (
         "collector",
         "detokenizer",
+        "encoder_prompt",
+        "encoder_prompt_token_ids",
         "external_req_id",
         "index",
         "logprobs",
@@ -72,6 +75,7 @@ class RequestState:
         parent: ParentRequest | None,
         index: int,
         stream_interval: int,
+        encoder_prompt: str | None = None,
     ) -> None:
         from jubako.frontend.detokenizer import make_detokenizer
 
@@ -83,6 +87,8 @@ class RequestState:
         self.output_kind = params.output_kind
         self.prompt = prompt
         self.prompt_token_ids = request.prompt_token_ids or []
+        self.encoder_prompt = encoder_prompt
+        self.encoder_prompt_token_ids = encoder_token_ids(request.mm_features)
         self.collector = collector
         self.parent = parent
         self.index = index
@@ -141,6 +147,8 @@ class RequestState:
             prompt_logprobs=prompt_logprobs,
             metrics=self.stats,
             num_cached_tokens=num_cached_tokens,
+            encoder_prompt=self.encoder_prompt,
+            encoder_prompt_token_ids=self.encoder_prompt_token_ids,
         )
 
     def _make_completion(
@@ -225,6 +233,7 @@ class OutputProcessor:
         request: EngineCoreRequest,
         prompt: str | None,
         collector: RequestOutputCollector | None = None,
+        encoder_prompt: str | None = None,
     ) -> list[EngineCoreRequest]:
         """Open a request; the requests to send to the core, one unless `n` > 1.
 
@@ -233,14 +242,14 @@ class OutputProcessor:
         """
         params = request.sampling_params
         if params is None or params.n == 1:
-            self._open(request, prompt, collector, None, 0)
+            self._open(request, prompt, collector, None, 0, encoder_prompt)
             return [request]
         parent = ParentRequest(request)
         children = [parent.child(i) for i in range(parent.n)]
         self._parents[parent.request_id] = parent
         try:
             for index, child in enumerate(children):
-                self._open(child, prompt, collector, parent, index)
+                self._open(child, prompt, collector, parent, index, encoder_prompt)
         except BaseException:
             for child in children:
                 if child.request_id in self._states:
@@ -256,6 +265,7 @@ class OutputProcessor:
         collector: RequestOutputCollector | None,
         parent: ParentRequest | None,
         index: int,
+        encoder_prompt: str | None,
     ) -> None:
         assert request.request_id not in self._states
         state: RequestState | PoolingState
@@ -271,6 +281,7 @@ class OutputProcessor:
                 parent=parent,
                 index=index,
                 stream_interval=self._stream_interval,
+                encoder_prompt=encoder_prompt,
             )
         self._states[request.request_id] = state
         self._by_external_id.setdefault(state.external_req_id, []).append(request.request_id)

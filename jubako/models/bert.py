@@ -102,7 +102,7 @@ class BertEmbeddings(nn.Module):
         x = self.word_embeddings(input_ids)
         if self.token_type_embeddings is not None:
             if token_type_ids is None:
-                x += self.token_type_embeddings.weight[0]
+                x += self.token_type_embeddings(input_ids.new_zeros(1))
             else:
                 x += self.token_type_embeddings(token_type_ids)
         x += self.position_embeddings(positions + self.first_position)

@@ -15,6 +15,7 @@ from torch import nn
 
 from jubako.config import JubakoConfig
 from jubako.errors import UnsupportedModelError
+from jubako.kernels.cpu.recording import NativeRotation, Program, record
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import LayerNorm
@@ -114,6 +115,12 @@ class Cohere2DecoderLayer(nn.Module):
         """x [T, hidden] → [T, hidden]."""
         y = self.input_layernorm(x)
         return self.self_attn(y, rotation).add_(x).add_(self.mlp(y))
+
+    def record(self, program: Program, rotation: NativeRotation | None) -> None:
+        """As `forward` of the stream, in a program."""
+        y = program.normed(self.input_layernorm.weights)
+        record(self.self_attn, program, y, rotation, to_stream=True)
+        record(self.mlp, program, y, to_stream=True)
 
 
 class Cohere2ForCausalLM(DecoderForCausalLM):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from jubako.config import JubakoConfig
+from jubako.kernels.cpu.recording import NativeRotation, Program, record
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
@@ -98,6 +99,15 @@ class GraniteDecoderLayer(nn.Module):
         multiplier = self.residual_multiplier
         x = x.add(self.self_attn(self.input_layernorm(x), rotation), alpha=multiplier)
         return x.add(self.mlp(self.post_attention_layernorm(x)), alpha=multiplier)
+
+    def record(self, program: Program, rotation: NativeRotation | None) -> None:
+        """As `forward` of the stream, in a program."""
+        attended = record(
+            self.self_attn, program, program.normed(self.input_layernorm.weights), rotation
+        )
+        program.add(attended, scale=self.residual_multiplier)
+        out = record(self.mlp, program, program.normed(self.post_attention_layernorm.weights))
+        program.add(out, scale=self.residual_multiplier)
 
 
 class GraniteForCausalLM(DecoderForCausalLM):

@@ -18,8 +18,8 @@ from jubako.errors import CheckpointError, UnsupportedModelError
 from jubako.layers.activation import activation
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.expert_routing import biased_sigmoid_top_k_in_groups
-from jubako.layers.linear import RowParallelLinear
 from jubako.layers.mamba2 import Mamba2Args, Mamba2Mixer
+from jubako.layers.mlp import PlainMLP
 from jubako.layers.rotary import Rotation
 from jubako.layers.self_attention import SelfAttention
 from jubako.layers.weights import WeightTarget, parameter, whole_parameter
@@ -152,20 +152,6 @@ def _experts(c: Mapping[str, Any]) -> ExpertArgs:
     )
 
 
-class PlainMLP(nn.Module):
-    """`down(act(up(x)))`."""
-
-    def __init__(self, args: ModelArgs, intermediate_size: int) -> None:
-        super().__init__()
-        self.up_proj = RowParallelLinear(args.hidden_size, intermediate_size, args.mlp_bias)
-        self.down_proj = RowParallelLinear(intermediate_size, args.hidden_size, args.mlp_bias)
-        self.activation = activation(args.hidden_act)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        return self.down_proj(self.activation(self.up_proj(x)))
-
-
 class PlainExperts(nn.Module):
     """MLPs without gates, of which each token asks a few."""
 
@@ -233,7 +219,9 @@ class NemotronHMoE(nn.Module):
         super().__init__()
         self.gate = Router(args, experts)
         self.experts = PlainExperts(args, experts)
-        self.shared_experts = PlainMLP(args, experts.shared_intermediate_size)
+        self.shared_experts = PlainMLP(
+            args.hidden_size, experts.shared_intermediate_size, args.hidden_act, args.mlp_bias
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] → [T, hidden]."""
@@ -265,7 +253,7 @@ def _mixer(args: ModelArgs, kind: str, config: JubakoConfig, prefix: str) -> nn.
     if kind == MOE:
         assert args.experts is not None
         return NemotronHMoE(args, args.experts)
-    return PlainMLP(args, args.intermediate_size)
+    return PlainMLP(args.hidden_size, args.intermediate_size, args.hidden_act, args.mlp_bias)
 
 
 class NemotronHForCausalLM(DecoderForCausalLM):

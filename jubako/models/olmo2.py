@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from jubako.config import JubakoConfig
+from jubako.kernels.cpu.recording import NativeRotation, Program, Rows, record
 from jubako.layers.attention import Attention
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -130,6 +131,14 @@ class Olmo2Attention(nn.Module):
         k = self.qk_rope(self.k_norm(k.flatten(1)).view(k.shape), rotation)
         return self.o_proj(self.attn(q, k, v))
 
+    def record(self, program: Program, x: Rows, rotation: NativeRotation) -> Rows:
+        """As `forward`, in a program."""
+        qkv = self.qkv_proj.record(program, x, "qkv")
+        program.normalise(qkv, 0, self.q_norm.weights)
+        program.normalise(qkv, self.q_norm.weight.shape[0], self.k_norm.weights)
+        attended = self.qk_rope.record(program, qkv, self.attn.shape, rotation)
+        return self.o_proj.record(program, attended, "delta")
+
 
 class Olmo2DecoderLayer(nn.Module):
     """Attention and MLP, each before a norm."""
@@ -145,6 +154,13 @@ class Olmo2DecoderLayer(nn.Module):
         """x [T, hidden] → [T, hidden]."""
         x = self.post_attention_layernorm(self.self_attn(x, rotation)).add_(x)
         return self.post_feedforward_layernorm(self.mlp(x)).add_(x)
+
+    def record(self, program: Program, rotation: NativeRotation) -> None:
+        """As `forward` of the stream, in a program."""
+        attended = record(self.self_attn, program, program.raw(), rotation)
+        program.add(attended, self.post_attention_layernorm.weights)
+        out = record(self.mlp, program, program.raw())
+        program.add(out, self.post_feedforward_layernorm.weights)
 
 
 class Olmo2ForCausalLM(DecoderForCausalLM):

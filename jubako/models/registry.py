@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec
 
 from torch import nn
 
@@ -10,7 +12,9 @@ from jubako.checkpoint.architecture import ENCODERS, take_apart
 from jubako.errors import UnsupportedModelError
 
 _CLASSES: dict[str, tuple[str, str]] = {
+    "ArceeForCausalLM": ("arcee", "ArceeForCausalLM"),
     "BambaForCausalLM": ("bamba", "BambaForCausalLM"),
+    "BartForConditionalGeneration": ("bart", "BartForConditionalGeneration"),
     "Cohere2ForCausalLM": ("cohere2", "Cohere2ForCausalLM"),
     "DeepseekV2ForCausalLM": ("deepseek", "DeepseekForCausalLM"),
     "DeepseekV3ForCausalLM": ("deepseek", "DeepseekForCausalLM"),
@@ -44,6 +48,7 @@ _CLASSES: dict[str, tuple[str, str]] = {
     "Qwen3NextForCausalLM": ("qwen3_next", "Qwen3NextForCausalLM"),
     "SmolLM3ForCausalLM": ("smollm3", "SmolLM3ForCausalLM"),
     "StableLmForCausalLM": ("stablelm", "StableLmForCausalLM"),
+    "WhisperForConditionalGeneration": ("whisper", "WhisperForConditionalGeneration"),
 }
 """Architecture as in config.json → module and class in this package."""
 
@@ -60,21 +65,63 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(_CLASSES)
 
 
-def get_model_class(architecture: str, *, pools: bool = False) -> type[nn.Module]:
+def get_model_class(
+    architecture: str, *, pools: bool = False, implementation: str = "auto"
+) -> type[nn.Module]:
     """The class for an architecture; UnsupportedModelError for one that is not known.
 
-    With `pools` that of a decoder has no head over the vocabulary.
+    With `pools` that of a decoder has no head over the vocabulary. `implementation` is
+    `ModelConfig.model_impl`: with "auto" what is not known here may still be known to transformers.
     """
+    if implementation == "transformers":
+        return _through_transformers(architecture, pools)
     causal = take_apart(architecture).causal
     if pools and causal in _CLASSES:
         from jubako.models.pooling_decoder import pooling_class
 
         return pooling_class(architecture, get_model_class(causal))
     if architecture not in _CLASSES:
-        raise UnsupportedModelError(
-            f"The model's architecture {architecture!r} is not supported; "
-            f"supported are {', '.join(_CLASSES)}."
-        )
+        if implementation == "native":
+            raise refusal(
+                architecture, "With model_impl=auto it runs through transformers, if that can."
+            )
+        return _through_transformers(architecture, pools)
     module, name = _CLASSES[architecture]
     model_class: type[nn.Module] = getattr(import_module(f"jubako.models.{module}"), name)
     return model_class
+
+
+def _through_transformers(architecture: str, pools: bool) -> type[nn.Module]:
+    if pools:
+        raise refusal(architecture, "Through transformers models write text, and do not pool.")
+    missing = "is not installed" if find_spec("transformers") is None else ""
+    try:
+        from jubako.models.transformers_fallback import TransformersForCausalLM
+    except ImportError as error:
+        missing = missing or f"is installed in a version that does not fit ({error})"
+    if missing:
+        raise refusal(
+            architecture,
+            f"It may run through transformers, which {missing}: "
+            "pip install 'jubako[transformers]'.",
+        )
+    return TransformersForCausalLM
+
+
+def refusal(architecture: str, reason: str) -> UnsupportedModelError:
+    """The error for an architecture that cannot run, with `reason` and the nearest that can."""
+    if architecture in _CLASSES:
+        return UnsupportedModelError(f"The model's architecture is {architecture!r}. {reason}")
+    near = nearest_architectures(architecture)
+    hint = f"; the nearest supported ones are {', '.join(near)}" if near else ""
+    return UnsupportedModelError(
+        f"The model's architecture {architecture!r} is not supported{hint}. {reason}"
+    )
+
+
+def nearest_architectures(architecture: str) -> tuple[str, ...]:
+    """Up to three supported architectures whose names are most like this one, the best first."""
+    stems = {name: take_apart(name).stem.lower() for name in _CLASSES}
+    stem = take_apart(architecture).stem.lower()
+    near = get_close_matches(stem, dict.fromkeys(stems.values()), n=3, cutoff=0.7)
+    return tuple(name for s in near for name in stems if stems[name] == s)[:3]

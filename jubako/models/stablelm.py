@@ -15,6 +15,7 @@ from torch import nn
 
 from jubako.config import JubakoConfig
 from jubako.errors import UnsupportedModelError
+from jubako.kernels.cpu.recording import NativeRotation, Program, Rows, record
 from jubako.layers.attention import Attention
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -105,6 +106,12 @@ class StableLmAttention(nn.Module):
         q, k = qk.split((self.attn.num_heads, self.attn.num_kv_heads), dim=1)
         return self.o_proj(self.attn(q, k, v))
 
+    def record(self, program: Program, x: Rows, rotation: NativeRotation) -> None:
+        """As `forward`, in a program; the result is added to the stream."""
+        qkv = self.qkv_proj.record(program, x, "qkv")
+        attended = self.qk_rope.record(program, qkv, self.attn.shape, rotation)
+        self.o_proj.record(program, attended, "", to_stream=True)
+
 
 class StableLmDecoderLayer(nn.Module):
     """Attention and MLP, each after a norm of its own, or both after the same."""
@@ -125,6 +132,14 @@ class StableLmDecoderLayer(nn.Module):
             return self.self_attn(y, rotation).add_(self.mlp(y)).add_(x)
         x = self.self_attn(y, rotation).add_(x)
         return self.mlp(self.post_attention_layernorm(x)).add_(x)
+
+    def record(self, program: Program, rotation: NativeRotation) -> None:
+        """As `forward` of the stream, in a program."""
+        y = program.normed(self.input_layernorm.weights)
+        record(self.self_attn, program, y, rotation)
+        if self.post_attention_layernorm is not None:
+            y = program.normed(self.post_attention_layernorm.weights)
+        record(self.mlp, program, y, to_stream=True)
 
 
 class StableLmForCausalLM(DecoderForCausalLM):

@@ -20,6 +20,7 @@ from jubako.sampling.logits_processors import (
     TokenPatch,
 )
 from jubako.sampling.penalties import PenaltiesLogitsProcessor
+from jubako.sampling.transcription import TranscriptionLogitsProcessor
 
 Ids = np.ndarray[Any, Any]
 
@@ -180,6 +181,7 @@ def build_processors(
             BadWordsLogitsProcessor(config, device),
             MinTokensLogitsProcessor(config, device),
             LogitBiasLogitsProcessor(config, device),
+            TranscriptionLogitsProcessor(config, device),
             *(p for p in own if not p.is_argmax_invariant()),
             PenaltiesLogitsProcessor(config, device),
         ],

@@ -34,6 +34,15 @@ class SamplerOutput(NamedTuple):
     """Rows of the logits whose requests asked for logprobs, ascending."""
 
 
+def takes_best_tokens(metadata: SamplingMetadata, batch_rows: Rows) -> bool:
+    """Whether every row just takes the token with the largest of the model's own logits."""
+    return (
+        metadata.max_num_logprobs is None
+        and not metadata.logitsprocs.rows_with_changes(metadata.num_rows)
+        and (metadata.all_greedy or bool(metadata.greedy[batch_rows].all()))
+    )
+
+
 class Sampler:
     """Samples one token for each row of logits that it is given."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,11 +153,13 @@ class BlockTable:
 class MultiGroupBlockTable:
     """One `BlockTable` a KV group; every call goes to all of them.
 
-    It is also a field of the batch's rows.
+    It is also a field of the batch's rows. Tables of `encoder_groups` are for the encoder's outputs
+    instead of the requests' own tokens.
     """
 
-    def __init__(self, tables: Sequence[BlockTable]) -> None:
+    def __init__(self, tables: Sequence[BlockTable], encoder_groups: Collection[int] = ()) -> None:
         self._tables = list(tables)
+        self.encoder_groups = frozenset(encoder_groups)
 
     @classmethod
     def build(
@@ -169,29 +171,35 @@ class MultiGroupBlockTable:
         max_num_batched_tokens: int,
         context_parallel: ContextParallel | None = None,
         sink_blocks: Sequence[Sequence[int]] | None = None,
+        encoder_groups: Collection[int] = (),
+        max_num_encoder_tokens: int = 0,
     ) -> MultiGroupBlockTable:
         """Tables wide enough for requests of `max_model_len` tokens.
 
-        `sink_blocks` are those of each group.
+        `sink_blocks` are those of each group. Groups `encoder_groups` have room for
+        `max_num_encoder_tokens` of the encoder, in a row and in a step.
         """
         sinks = sink_blocks or [()] * len(block_sizes)
         parallel = context_parallel or ContextParallel()
-        return cls(
-            [
+        tables = []
+        for group, (block_size, kernel_block_size, group_sinks) in enumerate(
+            zip(block_sizes, kernel_block_sizes, sinks, strict=True)
+        ):
+            longest, step = max_model_len, max_num_batched_tokens
+            if group in encoder_groups:
+                longest = step = max_num_encoder_tokens
+            tables.append(
                 BlockTable(
                     block_size,
                     max_num_reqs,
-                    cdiv(max_model_len, block_size * parallel.world_size),
-                    max_num_batched_tokens,
+                    cdiv(longest, block_size * parallel.world_size),
+                    step,
                     kernel_block_size,
                     parallel,
                     group_sinks,
                 )
-                for block_size, kernel_block_size, group_sinks in zip(
-                    block_sizes, kernel_block_sizes, sinks, strict=True
-                )
-            ]
-        )
+            )
+        return cls(tables, encoder_groups)
 
     def __getitem__(self, group: int) -> BlockTable:
         return self._tables[group]
@@ -213,9 +221,10 @@ class MultiGroupBlockTable:
             table.add_row(ids, row)
 
     def compute_slot_mapping(self, req_indices: IntArray, positions: IntArray) -> None:
-        """Compute every group's `slot_mapping`."""
-        for table in self._tables:
-            table.compute_slot_mapping(req_indices, positions)
+        """Compute the `slot_mapping` of every group that keeps the requests' own tokens."""
+        for group, table in enumerate(self._tables):
+            if group not in self.encoder_groups:
+                table.compute_slot_mapping(req_indices, positions)
 
     # As a field of the batch's rows.
 

@@ -49,6 +49,7 @@ class InputBatch:
         self._num_tokens = ScalarField(rows, np.int32, lambda r: r.num_tokens)
         self._num_prompt_tokens = ScalarField(rows, np.int32, lambda r: r.num_prompt_tokens)
         self._num_computed = ScalarField(rows, np.int32, lambda r: r.num_computed_tokens)
+        self._num_encoder_tokens = ScalarField(rows, np.int32, lambda r: r.num_encoder_tokens)
         self._temperature = ScalarField(rows, np.float32, _temperature)
         self._top_p = ScalarField(rows, np.float32, lambda r: r.sampling_params.top_p, 1.0)
         self._top_k = ScalarField(rows, np.int32, self._active_top_k, vocab_size)
@@ -60,6 +61,7 @@ class InputBatch:
             self._num_tokens,
             self._num_prompt_tokens,
             self._num_computed,
+            self._num_encoder_tokens,
             self._temperature,
             self._top_p,
             self._top_k,
@@ -102,6 +104,11 @@ class InputBatch:
     def num_computed_tokens_cpu(self) -> np.ndarray[Any, Any]:
         """[R]: tokens whose KV exists before the step."""
         return self._num_computed.values
+
+    @property
+    def num_encoder_tokens(self) -> np.ndarray[Any, Any]:
+        """[R]: tokens of the encoder's outputs."""
+        return self._num_encoder_tokens.values
 
     @property
     def req_output_token_ids(self) -> list[list[int] | None]:

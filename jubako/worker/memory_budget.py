@@ -63,9 +63,13 @@ def peak_of_dummy_step(runner: ModelRunner) -> int:
     before = _reset_peak()
     runner.dummy_run(tokens, num_logits_rows=1)
     growth = max(0, _resident("VmHWM") - before)
+    # What the encoder reads in a step does not grow with the step's tokens.
+    before = _reset_peak()
+    runner.dummy_encode()
+    encoder = max(0, _resident("VmHWM") - before)
     logits_rows = min(runner.max_num_reqs, runner.max_num_tokens)
     sampling = logits_rows * runner.vocab_size * _SAMPLING_BYTES
-    return growth * runner.max_num_tokens // tokens + sampling
+    return growth * runner.max_num_tokens // tokens + encoder + sampling
 
 
 def _reset_peak() -> int:
@@ -111,6 +115,7 @@ def cuda_budget(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     in_use = torch.cuda.memory_allocated(device)
+    runner.dummy_encode()
     runner.dummy_run(runner.max_num_tokens, min(runner.max_num_reqs, runner.max_num_tokens))
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - in_use

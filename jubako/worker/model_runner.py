@@ -17,14 +17,14 @@ from jubako.config import JubakoConfig
 from jubako.errors import ConfigError, NotImplementedFeatureError
 from jubako.kv_cache.config import KVCacheConfig
 from jubako.kv_cache.sinks import sink_block_ids
-from jubako.kv_cache.specs import KVCacheSpec
+from jubako.kv_cache.specs import CrossAttentionSpec, KVCacheSpec
 from jubako.layers.encoder_attention import EncoderOnlyAttention
 from jubako.layers.forward_context import set_forward_context
 from jubako.sampling.builtin_processors import build_processors
 from jubako.sampling.grammar import apply_grammar_mask
 from jubako.sampling.logits_processors import LogitsProcessor
 from jubako.sampling.pooling_metadata import PoolingStates
-from jubako.sampling.sampler import Sampler, SamplerOutput
+from jubako.sampling.sampler import Sampler, SamplerOutput, takes_best_tokens
 from jubako.scheduler.model_output import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     LogprobsLists,
@@ -37,19 +37,21 @@ from jubako.scheduler.output import (
     SchedulerOutput,
 )
 from jubako.worker.block_table import MultiGroupBlockTable, select_kernel_block_size
+from jubako.worker.encoder_step import EncoderStep, HasEncoder
 from jubako.worker.input_batch import InputBatch
 from jubako.worker.kv_memory import KVLayer, bind_kv_tensors, write_sinks
+from jubako.worker.native_step import NativeStep
 from jubako.worker.pooling import NEUTRAL_SAMPLING, PoolingStep
 from jubako.worker.prompt_logprobs import PromptLogprobs
 from jubako.worker.request_state import CachedRequestState
 from jubako.worker.staging import StepStaging
-from jubako.worker.step_inputs import StepInputBuilder, StepInputs, dummy_inputs
+from jubako.worker.step_inputs import NO_ROWS, StepInputBuilder, StepInputs, dummy_inputs
 
 
 class LanguageModel(Protocol):
     """A model as the runner sees it."""
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, **more: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, **more: Any) -> Tensor:
         """Ids [T] int32 and positions [T] int64 → hidden states [T, h]."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -61,9 +63,11 @@ class ExecuteModelState(NamedTuple):
 
     inputs: StepInputs
     hidden_states: Tensor
-    """[T, h]."""
+    """[T, h]; of the sampled tokens only if there are tokens `chosen`."""
     logits: Tensor | None
-    """[r, V], one row for each of `inputs.logits_rows`; None if no row is sampled."""
+    """[r, V], one row for each of `inputs.logits_rows`; None if no row is sampled, or `chosen`."""
+    chosen: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    """[r], the rows' tokens where the model chose them itself."""
 
 
 class ModelRunner:
@@ -95,6 +99,10 @@ class ModelRunner:
         self._state: ExecuteModelState | None = None
         self._pooling: PoolingStep | None = None
         """Instead of sampling, for a model that pools."""
+        self._native: NativeStep | None = None
+        """Instead of calling the model, where it can be one native program."""
+        self._encoder: EncoderStep | None = None
+        """Of an encoder-decoder model."""
         self._seeds = np.random.default_rng()
         self.model: LanguageModel
         self.layers: Mapping[str, KVLayer] = {}
@@ -105,10 +113,14 @@ class ModelRunner:
 
     def load_model(self, checkpoint: Any) -> None:
         """Build the model and read its weights."""
-        from jubako.models.load import cache_layers, load_model
+        from jubako.models.load import cache_layers, load_model, pack_weights
 
         model = load_model(self.config, checkpoint, self.device)
+        pack_weights(model)
         self.use_model(cast(LanguageModel, model), cache_layers(model))
+        dtype = getattr(torch, self.config.model_config.dtype)
+        if self._pooling is None:
+            self._native = NativeStep.of(model, dtype, self.max_num_tokens, self.max_num_reqs)
 
     def use_model(self, model: LanguageModel, layers: Mapping[str, KVLayer]) -> None:
         """Run this model; `layers` are its attention layers by name."""
@@ -116,6 +128,9 @@ class ModelRunner:
         self.layers = layers
         if self.config.model_config.pools:
             self._pooling = PoolingStep(self.config, model, self.device)
+        if self.config.encoder_config.is_encoder_decoder:
+            assert isinstance(model, HasEncoder), "an encoder-decoder model has encode()"
+            self._encoder = EncoderStep(model, self.config.encoder_config, self.device)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each attention layer keeps in the KV cache."""
@@ -151,8 +166,15 @@ class ModelRunner:
             self.max_model_len,
             self.max_num_tokens,
             sink_blocks=sink_block_ids(groups),
+            encoder_groups=[
+                i for i, g in enumerate(groups) if isinstance(g.kv_cache_spec, CrossAttentionSpec)
+            ],
+            max_num_encoder_tokens=self.config.scheduler_config.max_num_encoder_input_tokens,
         )
         write_sinks(groups, self.layers, table)
+        if self._native is not None:
+            names = [group.layer_names for group in groups]
+            self._native.bind(self.layers, names, self.max_model_len)
         self.requests.clear()
         self._scored.clear()
         self._state = None
@@ -171,10 +193,27 @@ class ModelRunner:
     def dummy_run(self, num_tokens: int, num_logits_rows: int) -> None:
         """One step on made-up tokens that touches no KV, to measure memory and warm up."""
         input_ids, positions = dummy_inputs(num_tokens, self.device, self.max_model_len)
+        if self._native is not None:
+            hidden = self._native.dry_run(input_ids, positions)
+            if num_logits_rows:
+                self.model.compute_logits(hidden[:num_logits_rows]).argmax(dim=-1).tolist()
+            return
         with set_forward_context(None):
             hidden = self.model(input_ids, positions)
         if num_logits_rows and self._pooling is None:
             self.model.compute_logits(hidden[:num_logits_rows]).argmax(dim=-1).tolist()
+
+    @torch.inference_mode()
+    def dummy_encode(self) -> None:
+        """Run the encoder, if there is one, on as much as a step may bring it, and a decoder's
+        token beside it: as `dummy_run`."""
+        if self._encoder is None:
+            return
+        budget = self.config.scheduler_config.max_num_encoder_input_tokens
+        outputs = self._encoder.dummy_outputs(budget)
+        ids, positions = dummy_inputs(len(outputs), self.device, self.max_model_len)
+        with set_forward_context(None):
+            self.model(ids, positions, encoder_outputs=outputs)
 
     def reseed(self) -> None:
         """Start the process's random streams anew, so that warm-up does not shift them."""
@@ -195,16 +234,41 @@ class ModelRunner:
         self._update_states(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        inputs = self._input_builder.build(self.input_batch, scheduler_output.num_scheduled_tokens)
+        encoded = None
+        if self._encoder is not None:
+            encoded = self._encoder.run(
+                self.input_batch, self.requests, scheduler_output.scheduled_encoder_inputs
+            )
+        inputs = self._input_builder.build(
+            self.input_batch,
+            scheduler_output.num_scheduled_tokens,
+            NO_ROWS if encoded is None else encoded.rows,
+        )
         if self._pooling is not None:
             return self._pool(self._pooling, inputs)
+        if self._native is not None:
+            self._state = self._run_native(self._native, inputs)
+            return None
+        more = {} if encoded is None else {"encoder_outputs": encoded.outputs}
         with set_forward_context(inputs.attention):
-            hidden = self.model(inputs.input_ids, inputs.positions)
+            hidden = self.model(inputs.input_ids, inputs.positions, **more)
         logits = None
         if inputs.logits_rows.size:
             logits = self.model.compute_logits(hidden[inputs.logits_indices])
         self._state = ExecuteModelState(inputs, hidden, logits)
         return None
+
+    def _run_native(self, native: NativeStep, inputs: StepInputs) -> ExecuteModelState:
+        """The rest of the first phase as one native call."""
+        rows = inputs.logits_rows
+        all_rows = bool(self._scored)
+        best = bool(rows.size) and takes_best_tokens(self.input_batch.sampling_metadata, rows)
+        hidden, chosen = native.run(inputs, all_rows=all_rows, best_tokens=best)
+        wanted = hidden[inputs.logits_indices] if all_rows else hidden
+        logits = None
+        if rows.size and chosen is None:
+            logits = self.model.compute_logits(wanted)
+        return ExecuteModelState(inputs, hidden, logits, chosen)
 
     def _pool(self, pooling: PoolingStep, inputs: StepInputs) -> ModelRunnerOutput:
         """The rest of a pooling model's step, which has one phase."""
@@ -224,19 +288,20 @@ class ModelRunner:
         prompt_logprobs = self._prompt_logprobs(state)
         sampled: list[list[int]] = [[] for _ in range(batch.num_reqs)]
         logprobs = None
-        if state.logits is not None:
-            rows = state.inputs.logits_rows
+        rows, logits, chosen = state.inputs.logits_rows, state.logits, state.chosen
+        if chosen is not None and grammar_output is not None:
+            logits, chosen = self.model.compute_logits(state.hidden_states), None
+        if chosen is not None:
+            self._append(rows, chosen.tolist(), sampled)
+        if logits is not None:
             if grammar_output is not None:
                 req_ids = batch.req_ids
                 places = {req_ids[row]: i for i, row in enumerate(rows.tolist())}
-                apply_grammar_mask(state.logits, grammar_output, places)
+                apply_grammar_mask(logits, grammar_output, places)
             n = batch.num_reqs
             output_index = batch.num_tokens_no_spec[:n] - batch.num_prompt_tokens[:n]
-            output = self.sampler(state.logits, batch.sampling_metadata, rows, output_index)
-            token_ids = output.token_ids.tolist()
-            batch.append_tokens(rows, token_ids)
-            for row, token_id in zip(rows.tolist(), token_ids, strict=True):
-                sampled[row].append(token_id)
+            output = self.sampler(logits, batch.sampling_metadata, rows, output_index)
+            self._append(rows, output.token_ids.tolist(), sampled)
             logprobs = _by_batch_row(output, rows, batch.num_reqs)
         return ModelRunnerOutput(
             req_ids=list(batch.req_ids),
@@ -245,6 +310,14 @@ class ModelRunner:
             logprobs=logprobs,
             prompt_logprobs_dict=prompt_logprobs,
         )
+
+    def _append(
+        self, rows: np.ndarray[Any, Any], token_ids: list[int], sampled: list[list[int]]
+    ) -> None:
+        """Add a new token to each of `rows`, in the batch and in `sampled`."""
+        self.input_batch.append_tokens(rows, token_ids)
+        for row, token_id in zip(rows.tolist(), token_ids, strict=True):
+            sampled[row].append(token_id)
 
     def _prompt_logprobs(self, state: ExecuteModelState) -> dict[str, LogprobsLists | None]:
         """Score prompt positions of this step; results of the prompts that are complete now."""
@@ -306,12 +379,12 @@ class ModelRunner:
             or (new.pooling_params is None) != (self._pooling is None)
             or new.prompt_token_ids is None
             or new.prompt_embeds is not None
-            or new.mm_features
+            or bool(new.mm_features) != (self._encoder is not None)
             or new.lora_request is not None
         ):
             raise NotImplementedFeatureError(
-                "Only token ids are taken, by a model that suits the request: no embeddings, media "
-                "or adapters."
+                "Only token ids are taken, by a model that suits the request, and an input for its "
+                "encoder if it has one: no embeddings, other media or adapters."
             )
         seed = new.seed if new.seed is not None else params.seed
         if seed is None:
@@ -331,6 +404,7 @@ class ModelRunner:
             # Copies: in one process these may be the scheduler's own lists.
             block_ids=tuple(list(ids) for ids in new.block_ids),
             num_computed_tokens=new.num_computed_tokens,
+            mm_features=new.mm_features,
             pooling_params=new.pooling_params,
             pooling_states=None if self._pooling is None else PoolingStates(),
             prompt_logprobs=prompt_logprobs,

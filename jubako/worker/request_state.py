@@ -45,6 +45,11 @@ class CachedRequestState:
         return len(self.prompt_token_ids)
 
     @property
+    def num_encoder_tokens(self) -> int:
+        """Tokens of the encoder's output; 0 without an encoder."""
+        return sum(feature.mm_position.length for feature in self.mm_features)
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and known outputs."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from jubako.kernels.metadata import AttentionMetadata
+from jubako.worker.block_table import BlockTable
 from jubako.worker.input_batch import InputBatch
 from jubako.worker.staging import StepStaging
+
+NO_ROWS: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(0, np.int64)
 
 
 @dataclass
@@ -57,8 +60,16 @@ class StepInputBuilder:
         self.seq_lens: np.ndarray[Any, np.dtype[np.int32]] = np.zeros(max_num_reqs, np.int32)
         self._arange = np.arange(max(max_num_tokens, max_num_reqs), dtype=np.int64)
 
-    def build(self, batch: InputBatch, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
-        """The step that computes `num_scheduled_tokens` tokens of each row of `batch`."""
+    def build(
+        self,
+        batch: InputBatch,
+        num_scheduled_tokens: Mapping[str, int],
+        encoded_rows: np.ndarray[Any, Any] = NO_ROWS,
+    ) -> StepInputs:
+        """The step that computes `num_scheduled_tokens` tokens of each row of `batch`.
+
+        Encoder outputs of `encoded_rows` [e], ascending, are new in it.
+        """
         n = batch.num_reqs
         scheduled = np.fromiter(
             (num_scheduled_tokens[r] for r in batch.req_ids), dtype=np.int64, count=n
@@ -78,8 +89,13 @@ class StepInputBuilder:
         }
         for group, table in enumerate(tables):
             widest = int(table.num_blocks_per_row[:n].max(initial=0))
-            arrays[f"slots{group}"] = table.slot_mapping[:total]
             arrays[f"blocks{group}"] = table.table[:n, :widest]
+            if group in batch.block_table.encoder_groups:
+                lengths = batch.num_encoder_tokens[:n]
+                arrays[f"slots{group}"] = _encoder_slots(table, encoded_rows, lengths)
+                arrays[f"seq_lens{group}"] = lengths
+                continue
+            arrays[f"slots{group}"] = table.slot_mapping[:total]
             if table.num_sink_tokens:
                 # Sinks stand before position 0; an empty context stays empty.
                 arrays[f"seq_lens{group}"] = seq_lens + (seq_lens > 0) * np.int32(
@@ -89,19 +105,20 @@ class StepInputBuilder:
 
         attention: dict[str, AttentionMetadata] = {}
         for group, names in enumerate(self._layer_groups):
-            lengths = f"seq_lens{group}" if f"seq_lens{group}" in arrays else "seq_lens"
+            lens = f"seq_lens{group}" if f"seq_lens{group}" in arrays else "seq_lens"
             metadata = AttentionMetadata(
                 query_start_loc=tensors["query_start_loc"],
                 query_start_loc_cpu=arrays["query_start_loc"],
-                seq_lens=tensors[lengths],
-                seq_lens_cpu=arrays[lengths],
+                seq_lens=tensors[lens],
+                seq_lens_cpu=arrays[lens],
                 num_reqs=n,
                 num_actual_tokens=total,
                 max_query_len=int(scheduled.max()),
-                max_seq_len=int(arrays[lengths].max()),
+                max_seq_len=int(arrays[lens].max()),
                 block_table_tensor=tensors[f"blocks{group}"],
                 block_table_cpu=arrays[f"blocks{group}"],
                 slot_mapping=tensors[f"slots{group}"],
+                causal=group not in batch.block_table.encoder_groups,
                 slot_mapping_cpu=arrays[f"slots{group}"],
             )
             attention.update(dict.fromkeys(names, metadata))
@@ -154,6 +171,16 @@ class StepInputBuilder:
         )
         batch.block_table.compute_slot_mapping(req_indices, positions)
         return total
+
+
+def _encoder_slots(
+    table: BlockTable, rows: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """Slots [E] of the encoder outputs of `rows`, one row's behind the other's."""
+    counts = lengths[rows].astype(np.int64)
+    ends = counts.cumsum()
+    positions = np.arange(int(counts.sum())) - (ends - counts).repeat(counts)
+    return table.compute_slot_mapping(rows.repeat(counts), positions)
 
 
 def dummy_inputs(

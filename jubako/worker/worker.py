@@ -88,6 +88,7 @@ class Worker:
         if not self._is_warm:
             tokens = min(_WARM_UP_TOKENS, self.model_runner.max_num_tokens)
             self.model_runner.dummy_run(tokens, num_logits_rows=1)
+            self.model_runner.dummy_encode()
             self._is_warm = True
         self.model_runner.reseed()
 

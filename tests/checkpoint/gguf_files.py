@@ -11,6 +11,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType as QuantType
 
 ARCHITECTURES = (
+    "arcee",
     "cohere2",
     "gemma2",
     "gemma3",
@@ -38,7 +39,7 @@ FILE_ARCHITECTURE = {
 }
 """What files say that bear another architecture's name."""
 
-PERMUTED = ("llama", "granite", "mistral3", "smollm3")
+PERMUTED = ("arcee", "llama", "granite", "mistral3", "smollm3")
 SUMMED = ("gemma2", "gemma3")
 FACTORS = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -70,6 +71,7 @@ def tiny_model(architecture: str, *, dtype: str = "float32", **changes: Any) -> 
             tf.Gemma3ForCausalLM,
             {"num_hidden_layers": 6, "sliding_window": 16, "tie_word_embeddings": True},
         ),
+        "arcee": (tf.ArceeConfig, tf.ArceeForCausalLM, {}),
         "llama": (tf.LlamaConfig, tf.LlamaForCausalLM, {}),
         "mistral": (tf.MistralConfig, tf.MistralForCausalLM, {"sliding_window": 16}),
         "qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM, {"head_dim": 16}),

@@ -15,6 +15,7 @@ import pytest
 from jubako import __version__
 from jubako.entrypoints.cli import main
 from jubako.errors import ModelNotFoundError
+from jubako.kernels.registry import available
 from jubako.sampling_params import RequestOutputKind
 from tests.entrypoints.fake_llm_engine import FakeLLMEngine, dead
 from tests.serving.fake_engine import FakeTokenizer
@@ -141,7 +142,7 @@ def test_doctor(capsys: Capture) -> None:
     assert report["jubako"] == __version__
     assert report["machine"]["cores"] >= 1
     assert report["libraries"]["torch"]
-    assert report["compute"]["kernels_used"] == "reference"
+    assert report["compute"]["kernels_used"] == available()[0]
     assert report["problems"] == []
 
 

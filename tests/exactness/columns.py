@@ -112,7 +112,9 @@ def _needs_cache(llm: LLM) -> None:
 
 def preempted(subject: Subject, **options: Any) -> int:
     """Requests push each other out of a pool with room for one long request, and start over."""
-    options = {"max_num_batched_tokens": 64, "scheduler_reserve_full_isl": False} | options
+    options = {"scheduler_reserve_full_isl": False} | options
+    if not subject.has_encoder:
+        options = {"max_num_batched_tokens": 64} | options
     # States take no more blocks as a request grows.
     growing = [g for g in kv_groups(subject.engine(**options)) if not isinstance(g, MambaSpec)]
     if not growing:
@@ -136,7 +138,8 @@ def preempted(subject: Subject, **options: Any) -> int:
 def overlapping(subject: Subject) -> int:
     """The next step is planned before this one's tokens are known."""
     ties = batched(subject, async_scheduling=True)
-    ties += batched(subject, async_scheduling=True, max_num_batched_tokens=64)
+    if not subject.has_encoder:
+        ties += batched(subject, async_scheduling=True, max_num_batched_tokens=64)
     with suppress(DoesNotApply):
         ties += preempted(subject, async_scheduling=True)
     return ties
@@ -195,10 +198,11 @@ def sharing(subject: Subject, **options: Any) -> int:
 def logits(subject: Subject) -> int:
     """Log-probabilities of the whole vocabulary at all positions of prompts."""
     prompts = [ids for ids in subject.prompts if len(ids) > 1]
-    for tokens in (4096, 64):
+    for tokens in (4096,) if subject.has_encoder else (4096, 64):
         llm = subject.engine(max_num_batched_tokens=tokens)
-        for ids, ours in zip(prompts, prompt_logprobs(llm, prompts), strict=True):
-            worst = (ours - subject.oracle.logprobs(ids)[:-1]).abs().max().item()
+        for ids, ours in zip(prompts, prompt_logprobs(subject, llm, prompts), strict=True):
+            given = subject.given(Prompt(ids))
+            worst = (ours - subject.oracle.logprobs(given)[:-1]).abs().max().item()
             assert worst < LOGIT_TOLERANCE, (
                 f"a logprob of a prompt of {len(ids)} differs by {worst:.1e} (budget {tokens})"
             )
@@ -217,9 +221,10 @@ def bfloat16_errors(subject: Subject) -> tuple[float, float]:
     source = subject.prompts[-1] * 3
     prompts = [source[i : i + n] for i, n in enumerate(subject.size.bf16_lengths)]
     rounded = subject.rounded_oracle()
-    ours = prompt_logprobs(subject.engine(dtype="bfloat16"), prompts)
-    exact = [subject.oracle.logprobs(ids)[:-1] for ids in prompts]
-    theirs = [rounded.logprobs(ids)[:-1] for ids in prompts]
+    ours = prompt_logprobs(subject, subject.engine(dtype="bfloat16"), prompts)
+    given = [subject.given(Prompt(ids)) for ids in prompts]
+    exact = [subject.oracle.logprobs(ids)[:-1] for ids in given]
+    theirs = [rounded.logprobs(ids)[:-1] for ids in given]
     return mean_error(ours, exact), mean_error(theirs, exact)
 
 
@@ -227,10 +232,10 @@ def mean_error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
     return float(torch.cat([(a - b).abs() for a, b in zip(got, want, strict=True)]).mean())
 
 
-def prompt_logprobs(llm: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
+def prompt_logprobs(subject: Subject, llm: LLM, prompts: list[list[int]]) -> list[torch.Tensor]:
     """Log-probabilities [P - 1, V] after each token but the last of each prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1)
-    inputs = [Prompt(ids).as_input() for ids in prompts]
+    inputs = [subject.as_input(Prompt(ids)) for ids in prompts]
     found = []
     for output in llm.generate(inputs, params, use_tqdm=False):
         assert output.prompt_logprobs is not None
@@ -288,7 +293,8 @@ COLUMNS: dict[str, Column] = {
         ),
         Column(
             "async",
-            "Steps overlap: batched, with a budget of 64, and preempted.",
+            "Steps overlap: batched, with a budget of 64 where prompts may be split, and "
+            "preempted.",
             overlapping,
         ),
         Column("n-4", "Four answers to each prompt.", several),
@@ -302,7 +308,8 @@ COLUMNS: dict[str, Column] = {
         Column(
             "logits",
             f"Log-probabilities of the whole vocabulary at every prompt position within "
-            f"{LOGIT_TOLERANCE:g} of transformers', in one chunk and in chunks of 64.",
+            f"{LOGIT_TOLERANCE:g} of transformers', in one chunk and, where it may be split, in "
+            "chunks of 64.",
             logits,
         ),
         Column(

@@ -7,6 +7,7 @@ from math import lcm
 
 from jubako.kv_cache import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
@@ -39,6 +40,9 @@ def _enough(spec: KVCacheSpec, length: int, known: int, ends: Collection[int]) -
         if spec.mamba_cache_mode == "align":
             return length in ends
         return spec.mamba_cache_mode == "all" and length <= known
+    if isinstance(spec, CrossAttentionSpec):
+        # It depends on the encoder's input, and is not looked for.
+        return False
     if isinstance(spec, ChunkedLocalAttentionSpec):
         # Chunks before the one that the next token is in are never read again.
         return length % spec.attention_chunk_size == 0 or length <= known

@@ -71,19 +71,29 @@ def is_recurrent(name: str) -> bool:
     return any(entry.startswith(_RECURRENT) for entry in CONFIGS[name]().to_dict())
 
 
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes and loads models of this configuration."""
+    if not config.is_encoder_decoder:
+        return transformers.AutoModelForCausalLM
+    if hasattr(config, "num_mel_bins"):
+        return transformers.AutoModelForSpeechSeq2Seq
+    return transformers.AutoModelForSeq2SeqLM
+
+
 def make_model(name: str, folder: Path) -> Any:
     """A random model of architecture `name`, also written as a folder with a tokeniser."""
     torch.manual_seed(sum(name.encode()))
     config = CONFIGS[name]()
     config.dtype = "float32"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms and biases start at ones and zeros, and would not show
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
         for path, buffer in model.named_buffers():
-            if path.endswith("correction_bias"):  # of a router
+            if path.endswith(("correction_bias", "logits_bias")):  # zeros would not show
                 buffer.add_(torch.randn_like(buffer), alpha=0.3)
+        rows.prepare(name, model)
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return model.eval()

@@ -11,12 +11,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import transformers
 
 from jubako import LLM, RequestOutput, SamplingParams
 from jubako.engine.client import InprocClient
 from jubako.kv_cache import KVCacheSpec, SinkFullAttentionSpec
-from tests.exactness import oracle
+from tests.exactness import encoder_decoder, oracle
 from tests.exactness.sizes import VOCAB, Size
 
 KV_BYTES = 1 << 26
@@ -31,7 +30,10 @@ class Subject:
         self.folder = Path(tempfile.mkdtemp(prefix="exactness-"))
         torch.set_num_threads(1)
         model = oracle.make_model(name, self.folder)
-        self.oracle = oracle.Oracle(model, step_by_step=size.step_by_step)
+        self.model_config = model.config
+        self.has_encoder = bool(model.config.is_encoder_decoder)
+        """Whether it reads an input of its own before the prompt, which then runs in one step."""
+        self.oracle = self._oracle_of(model)
         self.prompts = oracle.make_prompts(size.lengths, VOCAB, seed=7)
         self._engines: dict[str, LLM] = {}
 
@@ -53,13 +55,28 @@ class Subject:
         self._engines.clear()
         shutil.rmtree(self.folder)
 
+    def _oracle_of(self, model: Any) -> oracle.Oracle:
+        if self.has_encoder:
+            return encoder_decoder.EncoderDecoderOracle(model)
+        return oracle.Oracle(model, step_by_step=self.size.step_by_step)
+
     def rounded_oracle(self) -> oracle.Oracle:
         """transformers in bfloat16."""
-        return oracle.Oracle(
-            transformers.AutoModelForCausalLM.from_pretrained(
-                self.folder, dtype=torch.bfloat16
-            ).eval()
-        )
+        loader = oracle.auto_class(self.model_config)
+        return self._oracle_of(loader.from_pretrained(self.folder, dtype=torch.bfloat16).eval())
+
+    def given(self, prompt: Prompt) -> list[int]:
+        """The token ids of `prompt` as the model is to see them."""
+        if self.has_encoder:
+            return encoder_decoder.begun(prompt.ids, self.model_config)
+        return prompt.ids
+
+    def as_input(self, prompt: Prompt) -> dict[str, Any]:
+        """What `LLM.generate` takes."""
+        salt = {} if prompt.salt is None else {"cache_salt": prompt.salt}
+        if self.has_encoder:
+            return encoder_decoder.as_input(self.given(prompt), self.model_config) | salt
+        return {"prompt_token_ids": prompt.ids, **salt}
 
     def engine(self, **options: Any) -> LLM:
         """Our engine, with nothing cached; float32 and one step after the other unless told."""
@@ -90,16 +107,17 @@ class Subject:
         """Generate together and judge; the outputs, and how many tokens tie."""
         count = self.size.max_tokens if max_tokens is None else max_tokens
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, n=n)
-        outputs = llm.generate([p.as_input() for p in prompts], params, use_tqdm=False)
+        outputs = llm.generate([self.as_input(p) for p in prompts], params, use_tqdm=False)
         ties = 0
         for prompt, output in zip(prompts, outputs, strict=True):
-            assert output.prompt_token_ids == prompt.ids
+            ids = self.given(prompt)
+            assert output.prompt_token_ids == ids
             assert len(output.outputs) == n
             for answer in output.outputs:
                 assert answer.finish_reason == "length"
                 assert len(answer.token_ids) == count
                 ties += self.oracle.judge(
-                    prompt.ids, answer.token_ids, f"{what}, {output.num_cached_tokens} cached"
+                    ids, answer.token_ids, f"{what}, {output.num_cached_tokens} cached"
                 )
         return outputs, ties
 
@@ -110,11 +128,6 @@ class Prompt:
 
     ids: list[int]
     salt: str | None = None
-
-    def as_input(self) -> dict[str, Any]:
-        """What `LLM.generate` takes."""
-        salt = {} if self.salt is None else {"cache_salt": self.salt}
-        return {"prompt_token_ids": self.ids, **salt}
 
 
 def kv_groups(llm: LLM) -> list[KVCacheSpec]:

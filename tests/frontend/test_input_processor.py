@@ -101,6 +101,8 @@ def test_a_token_id_out_of_the_vocabulary(bad: int, place: int) -> None:
         {"prompt_token_ids": 5},
         {"promt": "x"},
         {5: "x", "prompt": "x"},
+        {"encoder_prompt": "x", "decoder_prompt": "y"},
+        {"decoder_prompt": "y"},
     ],
 )
 def test_what_is_no_prompt(prompt: Any) -> None:
@@ -114,7 +116,6 @@ def test_what_is_no_prompt(prompt: Any) -> None:
     [
         {"prompt_embeds": object()},
         {"prompt": "x", "multi_modal_data": {"image": object()}},
-        {"encoder_prompt": "x", "decoder_prompt": "y"},
     ],
 )
 def test_prompts_that_are_not_built(prompt: Any) -> None:

@@ -471,7 +471,7 @@ def test_the_chosen_token_is_listed_once() -> None:
     output = EngineCoreOutput(
         "r",
         [50],
-        as_logprobs([([50, 51, 50], [-2.0, -0.1, -2.0], 2)]),
+        new_logprobs=as_logprobs([([50, 51, 50], [-2.0, -0.1, -2.0], 2)]),
         finish_reason=FinishReason.LENGTH,
     )
     last, _ = finish([output], logprobs=2)

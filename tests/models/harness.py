@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from jubako.config import JubakoConfig
+from jubako.kernels.metadata import AttentionMetadata
 from jubako.layers.forward_context import set_forward_context
 from jubako.models.load import build_model, cache_layers
 from tests.kernels.paging import make_metadata
@@ -90,10 +91,16 @@ class PagedRunner:
             self.block_size,
         )
         ids = torch.tensor([t for tokens in chunks.values() for t in tokens], dtype=torch.int32)
-        with set_forward_context(dict.fromkeys(self.layers, metadata)):
-            hidden = self.model(ids, torch.cat(positions))
+        hidden = self._forward(ids, torch.cat(positions), metadata)
         logits = self.model.compute_logits(hidden)
         return dict(zip(chunks, logits.split(query_lens)))
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        with set_forward_context(dict.fromkeys(self.layers, metadata)):
+            hidden: torch.Tensor = self.model(ids, positions)
+        return hidden
 
     def generate(self, prompts: dict[int, list[int]], count: int) -> dict[int, list[int]]:
         """Greedy tokens of requests that run together."""

@@ -10,6 +10,7 @@ import transformers
 
 from jubako.errors import CheckpointError, UnsupportedModelError
 from jubako.models import (
+    arcee,
     cohere2,
     gemma2,
     gemma3,
@@ -47,6 +48,7 @@ def olmo3_args(config: dict[str, Any]) -> olmo2.ModelArgs:
 
 
 FAMILIES: dict[str, tuple[Any, type]] = {
+    "arcee": (arcee.ModelArgs.from_config, transformers.ArceeConfig),
     "cohere2": (cohere2.ModelArgs.from_config, transformers.Cohere2Config),
     "gemma2": (gemma2.ModelArgs.from_config, transformers.Gemma2Config),
     "granite": (granite.ModelArgs.from_config, transformers.GraniteConfig),

@@ -348,8 +348,8 @@ def test_slots_lie_in_the_requests_own_blocks() -> None:
     driver = Driver(runner, GROUPS, seed=3)
     build = runner._input_builder.build
 
-    def checked(batch: object, scheduled: dict[str, int]) -> object:
-        inputs = build(batch, scheduled)
+    def checked(batch: object, scheduled: dict[str, int], encoded_rows: np.ndarray) -> object:
+        inputs = build(batch, scheduled, encoded_rows)
         positions = inputs.positions.numpy()
         starts = inputs.query_start_loc
         for group, (block_size, _, _) in enumerate(GROUPS):

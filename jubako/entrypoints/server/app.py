@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -50,11 +51,15 @@ from jubako.entrypoints.server.protocol import (
 )
 from jubako.entrypoints.server.scoring import RerankExchange, ScoreExchange
 from jubako.entrypoints.server.state import ServerState
+from jubako.entrypoints.server.transcription import TranscriptionExchange
+from jubako.entrypoints.server.transcription_form import read_form
 from jubako.errors import JubakoError, ValidationError
 
 logger = logging.getLogger(__name__)
 
 Record = TypeVar("Record", bound=msgspec.Struct)
+
+WARNING_HEADER = "X-Jubako-Warning"
 
 CLIENT_CLOSED_REQUEST = 499
 """Status, never seen by anybody, of an exchange whose client left."""
@@ -78,6 +83,7 @@ def build_app(state: ServerState, registry: CollectorRegistry) -> ASGIApp:
     app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
     _add_generation(app, state)
     _add_pooling(app, state)
+    _add_transcription(app, state)
     _add_models(app, state)
     _add_tokenizer(app, state)
     _add_housekeeping(app, state, registry)
@@ -108,12 +114,17 @@ async def _read(
     check_media_type(request)
     body = await read_body(request, state.config.max_body_bytes, state.bodies)
     value, unknown = decode(body, record)
+    return value, _warning(unknown)
+
+
+def _warning(unknown: Sequence[str]) -> dict[str, str]:
+    """Headers that tell of fields that were ignored."""
     if not unknown:
-        return value, {}
+        return {}
     # Names come from the client: keep only what may stand in a header.
     names = ", ".join(name for name in unknown[:20] if name.isidentifier() and name.isascii())
     logger.debug("Unknown fields in a request were ignored: %s", names)
-    return value, {"X-Jubako-Warning": f"unknown fields were ignored: {names[:500]}"}
+    return {WARNING_HEADER: f"unknown fields were ignored: {names[:500]}"}
 
 
 # -- generation -------------------------------------------------------------------------------
@@ -201,6 +212,43 @@ async def _pool(request: Request, exchange: PoolingExchange, headers: dict[str, 
         return json_response(answer, headers)
     finally:
         release()
+
+
+# -- speech -----------------------------------------------------------------------------------
+
+
+def _add_transcription(app: FastAPI, state: ServerState) -> None:
+    @app.post("/v1/audio/transcriptions")
+    async def create_transcription(request: Request) -> Response:
+        return await _transcribe(state, request, "transcribe")
+
+    @app.post("/v1/audio/translations")
+    async def create_translation(request: Request) -> Response:
+        return await _transcribe(state, request, "translate")
+
+
+async def _transcribe(state: ServerState, request: Request, task: str) -> Response:
+    form = await read_form(state, request)
+    headers = _warning(form.unknown)
+    if form.language is None:
+        told = [*headers.values(), "no language was given, the recording is taken to be English"]
+        headers = {WARNING_HEADER: "; ".join(told)}
+    exchange = TranscriptionExchange(state, form, task, request_id_of(request))
+    await until_disconnect(request.receive, exchange.prepare())
+    release = exchange.admit()
+    streaming = False
+    try:
+        if not form.stream:
+            answer = await until_disconnect(request.receive, exchange.answer())
+            answer.headers.update(headers)
+            return answer
+        events = Events(exchange.events())
+        await until_disconnect(request.receive, events.start())
+        streaming = True
+        return EventStream(events, release, headers)
+    finally:
+        if not streaming:
+            release()
 
 
 # -- models -----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from fastapi import FastAPI
@@ -33,6 +33,24 @@ from jubako.entrypoints.server.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from jubako.entrypoints.server.transcription_form import Format
+from jubako.entrypoints.server.transcription_formats import TranscriptionResponse
+
+_FORM: dict[str, Any] = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "model": {"type": "string"},
+        "language": {"type": "string"},
+        "prompt": {"type": "string"},
+        "temperature": {"type": "number"},
+        "response_format": {"enum": list(get_args(Format))},
+        "timestamp_granularities[]": {"type": "array", "items": {"enum": ["segment"]}},
+        "stream": {"type": "boolean"},
+    },
+}
+"""What the paths for speech take."""
 
 _BODIES: dict[str, tuple[type | None, type]] = {
     "/v1/completions": (CompletionRequest, CompletionResponse),
@@ -47,12 +65,15 @@ _BODIES: dict[str, tuple[type | None, type]] = {
     "/rerank": (RerankRequest, RerankResponse),
     "/v1/rerank": (RerankRequest, RerankResponse),
     "/v2/rerank": (RerankRequest, RerankResponse),
+    "/v1/audio/transcriptions": (None, TranscriptionResponse),
+    "/v1/audio/translations": (None, TranscriptionResponse),
     "/tokenize": (TokenizeRequest, TokenizeResponse),
     "/detokenize": (DetokenizeRequest, DetokenizeResponse),
 }
 """Path → records of the request's body and of the answer."""
 
-_STREAMS = frozenset({"/v1/completions", "/v1/chat/completions"})
+_FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+_STREAMS = _FORMS | {"/v1/completions", "/v1/chat/completions"}
 
 
 def openapi_document(app: FastAPI) -> dict[str, Any]:
@@ -80,6 +101,11 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
                 responses["200"] = _content("The answer", schema_of[answer])
             if path in _STREAMS:
                 responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+            if path in _FORMS:
+                operation["requestBody"] = {
+                    "required": True,
+                    "content": {"multipart/form-data": {"schema": _FORM}},
+                }
             if request is not None:
                 operation["requestBody"] = {
                     "required": True,

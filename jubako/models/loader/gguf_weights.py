@@ -81,7 +81,7 @@ _EXPERT_NAMES = {
 _SUMS = ("gemma2", "gemma3")
 """Architectures whose norms multiply by 1 + w; files hold that sum."""
 
-_INTERLEAVED = ("llama", "granite", "mistral3", "smollm3")
+_INTERLEAVED = ("arcee", "llama", "granite", "mistral3", "smollm3")
 """Architectures whose rows of queries and keys are in the order of an interleaved rotation."""
 
 _IGNORED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})

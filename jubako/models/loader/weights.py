@@ -15,6 +15,7 @@ from jubako.checkpoint.quantisation import (
     weight_format,
 )
 from jubako.models.loader.awq_weights import awq_weights
+from jubako.models.loader.ctranslate2_weights import ctranslate2_weights
 from jubako.models.loader.fp8_weights import fp8_weights
 from jubako.models.loader.gguf_weights import gguf_weights
 from jubako.models.loader.gptq_weights import gptq_weights
@@ -41,6 +42,9 @@ def load_weights(
     device = torch.device(device)
     if checkpoint.gguf is not None:
         yield from gguf_weights(checkpoint.gguf, checkpoint.hf_config, dtype, device)
+        return
+    if checkpoint.ctranslate2 is not None:
+        yield from ctranslate2_weights(checkpoint.ctranslate2, dtype, device)
         return
     files, stored = checkpoint.weight_files, weight_format(checkpoint.hf_config)
     quantisation = checkpoint.hf_config.get("quantization_config") or {}

@@ -1,7 +1,8 @@
 """One file a family: which tiny random models are rows of the exactness matrix.
 
 Each file has `CONFIGS`: name → a function that makes a transformers configuration. It may have
-`EXCEPTIONS`: name → column → why that cell does not apply to that model.
+`EXCEPTIONS`: name → column → why that cell does not apply to that model, and `PREPARE`: name → a
+function that changes the random weights of that model, so that its answers depend on its input.
 """
 
 from __future__ import annotations
@@ -32,3 +33,11 @@ def exceptions() -> dict[str, dict[str, str]]:
     for module in _files():
         found |= getattr(module, "EXCEPTIONS", {})
     return found
+
+
+def prepare(name: str, model: Any) -> None:
+    """Change the random weights of row `name` as its file says."""
+    for module in _files():
+        change = getattr(module, "PREPARE", {}).get(name)
+        if change is not None:
+            change(model)

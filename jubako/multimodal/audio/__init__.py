@@ -1,0 +1,1 @@
+"""From a recording to what a speech model reads."""

@@ -1,0 +1,1 @@
+"""What Whisper's decoder is asked, and what its answer says."""
