@@ -22,7 +22,8 @@ NATIVE := setup.py $(shell find jubako/kernels/cpu/native -type f)
 $(VENV)/.runtime: requirements/runtime.txt pyproject.toml | $(VENV)/bin/python
 	@echo 'Installing into $(VENV); PyTorch is large, so this takes a minute or more ...'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	# The kernels are built below, where what did not change is not built again.
+	JUBAKO_SKIP_NATIVE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
 $(VENV)/.dev: requirements/dev.txt requirements/carriers.txt $(VENV)/.runtime

@@ -4,7 +4,7 @@ All of `jubako/kernels/cpu/native` becomes one shared library beside it, which P
 ctypes. Sources that depend on the instruction set are compiled once for each level; a comment
 `// levels: avx512 amx` in a source's first lines names its levels, `// levels: none` that there is
 one for all processors. Without a compiler, or on a system that is not Linux, Jubako runs without
-the library; `JUBAKO_REQUIRE_NATIVE=1` makes that an error.
+the library; `JUBAKO_REQUIRE_NATIVE=1` makes that an error. `JUBAKO_SKIP_NATIVE=1` leaves it out.
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ class BuildNative(build_ext):
 
     def run(self) -> None:
         """Skip everything where it cannot be built."""
+        if os.environ.get("JUBAKO_SKIP_NATIVE") == "1":
+            self.extensions = []
+            return
         self.compiler_command = _compiler()
         problem = None
         if platform.system() != "Linux":

@@ -40,6 +40,11 @@ class ModelConfig:
         "Whose code computes the model: Jubako's own (native), or transformers' with Jubako's "
         "attention (auto: native where the architecture has it, else transformers).",
     )
+    quantization: Literal["none", "int8", "int4", "gguf-native"] = option(
+        "none",
+        "How the native kernels hold weight matrices. none: in `dtype`; int8: a scale a row; int4: "
+        "a scale for 32 neighbours; gguf-native: a GGUF file's own blocks.",
+    )
     runner: Literal["auto", "generate", "pooling"] = option(
         "auto",
         "Whether the model writes text, or makes vectors and scores of prompts (auto: as its "

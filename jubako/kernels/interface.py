@@ -6,6 +6,7 @@ implementation may round differently, but no more than the dtype's own error.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,11 +37,22 @@ class Kernels(Protocol):
         """`x @ weight.T + bias`: x [T, in], weight [out, in], bias [out] → [T, out]."""
         ...
 
-    def pack(self, weight: torch.Tensor, interleaved: bool = False) -> Any:
+    def pack(
+        self, weight: torch.Tensor, interleaved: bool = False, quantization: str = "none"
+    ) -> Any:
         """`weight` [out, in] in the form that products read fastest; None: as it is.
 
-        If `interleaved` it is a gate's matrix above an up's, for `packed_gated_linear`. The result
-        may share memory with `weight`. Whoever gets None calls no function below on it.
+        If `interleaved` it is a gate's matrix above an up's, for `packed_gated_linear`.
+        `quantization` is that of `ModelConfig`. The result may share memory with `weight`. Whoever
+        gets None calls no function below on it.
+        """
+        ...
+
+    def pack_blocks(self, pieces: Sequence[Any], interleaved: bool = False) -> Any:
+        """As `pack`, of matrices below each other as a GGUF file stores them.
+
+        A piece has `data` [rows, bytes] uint8, a `type` and a `shape`. None if there is no such
+        form of them.
         """
         ...
 

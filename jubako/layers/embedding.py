@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from jubako.kernels.cpu.recording import Program, RecordingError, Rows
 from jubako.kernels.registry import get_kernels
 from jubako.layers.linear import pack_parameter
-from jubako.layers.weights import WeightTarget, parameter, whole_parameter
+from jubako.layers.weights import StoredBlocks, WeightTarget, parameter, whole_parameter
 
 
 class VocabEmbedding(nn.Module):
@@ -25,6 +26,7 @@ class VocabEmbedding(nn.Module):
         self.kernels = get_kernels()
         self.packed: Any = None
         """The weight in the form that the kernels like best, instead of `weight`."""
+        self._blocks: dict[int, StoredBlocks] = {}
 
     @property
     def root_of_size(self) -> float:
@@ -38,10 +40,10 @@ class VocabEmbedding(nn.Module):
             return self.kernels.packed_embedding(input_ids, self.packed, self.weight.dtype)
         return F.embedding(input_ids, self.weight)
 
-    def pack(self) -> None:
+    def pack(self, quantization: str = "none") -> None:
         """Let the kernels take over the weight, once it is loaded."""
         if self.packed is None:
-            self.packed = pack_parameter(self.kernels, self.weight)
+            self.packed = pack_parameter(self.kernels, self.weight, self._blocks, quantization)
 
     def record(self, program: Program, scale: float) -> None:
         """Begin a program's stream with `scale` times the vectors of the step's ids."""
@@ -51,7 +53,8 @@ class VocabEmbedding(nn.Module):
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`."""
-        yield f"{name}.weight", whole_parameter(self.weight)
+        keep = partial(self._blocks.__setitem__, 0)
+        yield f"{name}.weight", whole_parameter(self.weight, keep=keep)
 
 
 class LMHead(nn.Module):
@@ -74,6 +77,7 @@ class LMHead(nn.Module):
         # In a list, so that the embedding is not a part of this module too.
         self._tied_to = [] if tied_to is None else [tied_to]
         self.packed: Any = None
+        self._blocks: dict[int, StoredBlocks] = {}
         self.soft_cap = soft_cap
         self.scale = scale
         self.kernels = get_kernels()
@@ -88,13 +92,13 @@ class LMHead(nn.Module):
             logits = logits.float().div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         return logits if self.scale == 1.0 else logits.mul_(self.scale)
 
-    def pack(self) -> None:
+    def pack(self, quantization: str = "none") -> None:
         """Let the kernels take over the weight, once it is loaded."""
         for embedding in self._tied_to:
-            embedding.pack()
+            embedding.pack(quantization)
             self.packed = embedding.packed
         if self.packed is None and not self.tied:
-            self.packed = pack_parameter(self.kernels, self.weight)
+            self.packed = pack_parameter(self.kernels, self.weight, self._blocks, quantization)
 
     def record(self, program: Program, hidden: Rows) -> None:
         """Let a program choose the best tokens, if a scale does not make new equals of logits."""
@@ -104,4 +108,5 @@ class LMHead(nn.Module):
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`, unless it is the embedding's."""
         if not self.tied:
-            yield f"{name}.weight", whole_parameter(self.weight)
+            keep = partial(self._blocks.__setitem__, 0)
+            yield f"{name}.weight", whole_parameter(self.weight, keep=keep)

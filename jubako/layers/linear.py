@@ -7,6 +7,7 @@ plain matrix, and the merged ones hold several of a checkpoint's matrices, one b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from jubako.kernels.cpu.recording import F32, Program, RecordingError, Rows
 from jubako.kernels.registry import get_kernels
-from jubako.layers.weights import WeightTarget, parameter, whole_parameter
+from jubako.layers.weights import StoredBlocks, WeightTarget, parameter, whole_parameter
 
 
 class _Linear(nn.Module):
@@ -31,6 +32,8 @@ class _Linear(nn.Module):
         self.kernels = get_kernels()
         self.packed: Any = None
         """The weight in the form that the kernels like best, instead of `weight`."""
+        self._blocks: dict[int, StoredBlocks] = {}
+        """First row → blocks that were kept as they are stored, until the weight is packed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] → [T, out]."""
@@ -38,10 +41,12 @@ class _Linear(nn.Module):
             return self.kernels.packed_linear(x, self.packed, self.bias)
         return self.kernels.linear(x, self.weight, self.bias)
 
-    def pack(self, interleaved: bool = False) -> None:
+    def pack(self, quantization: str = "none", interleaved: bool = False) -> None:
         """Let the kernels take over the weight, once it is loaded; see `Kernels.pack`."""
         if self.packed is None:
-            self.packed = pack_parameter(self.kernels, self.weight, interleaved)
+            self.packed = pack_parameter(
+                self.kernels, self.weight, self._blocks, quantization, interleaved
+            )
 
     def record(self, program: Program, x: Rows, role: str, **how: Any) -> Rows:
         """As `forward`, in a program; `how` as for `Program.linear`."""
@@ -53,27 +58,50 @@ class _Linear(nn.Module):
         """`weight` and `bias` of every part, or of all in one."""
         start = 0
         for part, size in self.parts.items():
-            for kind, whole in (("weight", self.weight), ("bias", self.bias)):
-                if whole is not None:
-                    yield f"{part or name}.{kind}", self._target(whole, start, size)
+            keep = partial(self._blocks.__setitem__, start)
+            yield f"{part or name}.weight", self._target(self.weight, start, size, keep)
+            if self.bias is not None:
+                yield f"{part or name}.bias", self._target(self.bias, start, size)
             start += size
         if len(self.parts) > 1:
-            for kind, whole in (("weight", self.weight), ("bias", self.bias)):
-                if whole is not None:
-                    parts = tuple(f"{part}.{kind}" for part in self.parts)
-                    yield f"{name}.{kind}", whole_parameter(whole, parts=parts)
+            parts = tuple(f"{part}.weight" for part in self.parts)
+            keep = partial(self._blocks.__setitem__, 0)
+            yield f"{name}.weight", whole_parameter(self.weight, parts=parts, keep=keep)
+            if self.bias is not None:
+                parts = tuple(f"{part}.bias" for part in self.parts)
+                yield f"{name}.bias", whole_parameter(self.bias, parts=parts)
 
     @staticmethod
-    def _target(parameter: nn.Parameter, start: int, size: int) -> WeightTarget:
+    def _target(parameter: nn.Parameter, start: int, size: int, keep: Any = None) -> WeightTarget:
         if size == parameter.shape[0]:
-            return whole_parameter(parameter)
+            return whole_parameter(parameter, keep=keep)
         view = parameter.data[start : start + size]
-        return WeightTarget(view, tuple(view.shape))
+        return WeightTarget(view, tuple(view.shape), keep=keep)
 
 
-def pack_parameter(kernels: Any, weight: nn.Parameter, interleaved: bool = False) -> Any:
-    """The weight as `Kernels.pack` makes it, and its own memory given back; None if it stays."""
-    packed = kernels.pack(weight.data, interleaved)
+def pack_parameter(
+    kernels: Any,
+    weight: nn.Parameter,
+    blocks: dict[int, StoredBlocks],
+    quantization: str = "none",
+    interleaved: bool = False,
+) -> Any:
+    """The weight as `Kernels.pack` makes it, and its own memory given back; None if it stays.
+
+    `blocks` by their first row are parts of the weight that are not in it yet; they are packed as
+    they are if they are all of it and the kernels can, and it is left empty.
+    """
+    packed = None
+    if blocks:
+        pieces = [blocks[row] for row in sorted(blocks)]
+        if sum(piece.shape[0] for piece in pieces) == weight.shape[0]:
+            packed = kernels.pack_blocks(pieces, interleaved)
+        if packed is None:
+            for row, piece in blocks.items():
+                weight.data[row : row + piece.shape[0]] = piece.expand(piece.data)
+        blocks.clear()
+    if packed is None:
+        packed = kernels.pack(weight.data, interleaved, quantization)
     if packed is not None:
         weight.data = weight.data.new_empty(0)
     return packed

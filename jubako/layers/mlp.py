@@ -24,9 +24,9 @@ class GatedMLP(nn.Module):
         self.activation = gated_activation(activation)
         self.form = gated_form(activation)
 
-    def pack(self) -> None:
+    def pack(self, quantization: str = "none") -> None:
         """Pack gate and up beside each other, so that a product can end in the activation."""
-        self.gate_up_proj.pack(interleaved=True)
+        self.gate_up_proj.pack(quantization, interleaved=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] → [T, hidden]."""

@@ -6,12 +6,26 @@ A fused layer takes several, so that no fused copy is ever made of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """A matrix as a GGUF file holds it, for a layer that keeps the blocks."""
+
+    data: torch.Tensor
+    """[rows, bytes a row] uint8."""
+    type: str
+    """GGUF's name of the block's type."""
+    shape: tuple[int, ...]
+    """Of the matrix that the blocks stand for."""
+    expand: Callable[[torch.Tensor], torch.Tensor]
+    """`data` → the matrix, in the model's dtype."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,8 @@ class WeightTarget:
     """The parameter, if the view is all of it."""
     parts: tuple[str, ...] = ()
     """Names, beside this one, of the tensors that a checkpoint may have in place of this one."""
+    keep: Callable[[StoredBlocks], None] | None = None
+    """Takes blocks as they are stored, in place of `load`, for a layer that can."""
 
     def load(self, tensor: torch.Tensor) -> None:
         """Take `tensor`, whose shape has been checked.
@@ -44,10 +60,13 @@ class WeightTarget:
 
 
 def whole_parameter(
-    parameter: nn.Parameter, offset: float = 0.0, parts: tuple[str, ...] = ()
+    parameter: nn.Parameter,
+    offset: float = 0.0,
+    parts: tuple[str, ...] = (),
+    keep: Callable[[StoredBlocks], None] | None = None,
 ) -> WeightTarget:
     """The target of a tensor that fills `parameter`."""
-    return WeightTarget(parameter.data, tuple(parameter.shape), offset, parameter, parts)
+    return WeightTarget(parameter.data, tuple(parameter.shape), offset, parameter, parts, keep)
 
 
 def _may_become(tensor: torch.Tensor, parameter: nn.Parameter) -> bool:

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from jubako.errors import CheckpointError, UnsupportedModelError
-from jubako.layers.weights import TakesWeights, WeightTarget
+from jubako.layers.weights import StoredBlocks, TakesWeights, WeightTarget
 
 _ROTARY_CACHES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
 def load_weights(
     model: nn.Module,
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: Iterable[tuple[str, torch.Tensor | StoredBlocks]],
     sanitize: Callable[[str], str | None],
 ) -> set[str]:
     """Put every tensor in its place and return the names that were used.
@@ -50,7 +50,12 @@ def load_weights(
                 f"The checkpoint's tensor {name!r} has shape {list(tensor.shape)}; "
                 f"its configuration calls for {list(target.shape)}."
             )
-        target.load(tensor)
+        if not isinstance(tensor, StoredBlocks):
+            target.load(tensor)
+        elif target.keep is not None:
+            target.keep(tensor)
+        else:
+            target.load(tensor.expand(tensor.data))
         for part in filled:
             del missing[part]
         used.add(name)
@@ -60,11 +65,18 @@ def load_weights(
     return used
 
 
-def _changes_nothing(name: str, tensor: torch.Tensor, targets: Mapping[str, WeightTarget]) -> bool:
+def _changes_nothing(
+    name: str, tensor: torch.Tensor | StoredBlocks, targets: Mapping[str, WeightTarget]
+) -> bool:
     """Whether it is the bias of a matrix without one, and 0: some quantisers write these."""
     stem, _, kind = name.rpartition(".")
     matrix = targets.get(f"{stem}.weight")
-    if kind != "bias" or matrix is None or len(matrix.shape) != 2:
+    if (
+        isinstance(tensor, StoredBlocks)
+        or kind != "bias"
+        or matrix is None
+        or len(matrix.shape) != 2
+    ):
         return False
     return tuple(tensor.shape) == matrix.shape[:1] and not tensor.any()
 

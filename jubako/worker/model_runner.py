@@ -116,7 +116,7 @@ class ModelRunner:
         from jubako.models.load import cache_layers, load_model, pack_weights
 
         model = load_model(self.config, checkpoint, self.device)
-        pack_weights(model)
+        pack_weights(model, self.config.model_config.quantization)
         self.use_model(cast(LanguageModel, model), cache_layers(model))
         dtype = getattr(torch, self.config.model_config.dtype)
         if self._pooling is None:

@@ -7,6 +7,7 @@ whose layers can record themselves runs as a program instead, see `program`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,13 +24,17 @@ from jubako.kernels.cpu.matmul import (
     MatmulArgs,
     matmul_scratch_bytes,
 )
-from jubako.kernels.cpu.packed_matrix import PackedMatrix
+from jubako.kernels.cpu.packed_matrix import GGUF_KINDS, PackedMatrix, Piece
 from jubako.kernels.cpu.recording import LAYER_NORM, RMS_NORM
+from jubako.kernels.cpu.recurrent import RecurrentKernels
 from jubako.kernels.metadata import AttentionMetadata
 from jubako.kernels.paged_kv import PagedKV
 from jubako.kernels.reference.kernels import ReferenceKernels
+from jubako.kernels.state_slots import StateSlots
 
 _DTYPES = {torch.float32: F32, torch.bfloat16: BF16}
+_KINDS = {"int8": "INT8", "int4": "Q4_0"}
+"""Quantization → the kind of packed matrix; the others keep the dtype."""
 _IDS_BITS = {torch.int32: 32, torch.int64: 64}
 
 
@@ -42,19 +47,37 @@ class CpuKernels(ReferenceKernels):
         self._scratch: Memory | None = None
         self._attention_scratch = Scratch()
         self.pool: Pool = pool(torch.get_num_threads())
+        self._recurrent = RecurrentKernels(self.pool)
 
     def use_threads(self, num_threads: int) -> None:
         """Run on that many threads from now on."""
         self.pool = pool(num_threads)
+        self._recurrent = RecurrentKernels(self.pool)
 
     # -- matrices -----------------------------------------------------------------------------
 
     def pack(  # type: ignore[override]
-        self, weight: torch.Tensor, interleaved: bool = False
+        self, weight: torch.Tensor, interleaved: bool = False, quantization: str = "none"
     ) -> PackedMatrix | None:
         if weight.dtype not in _DTYPES or weight.device.type != "cpu":
             return None
-        return PackedMatrix.from_tensor(weight.contiguous(), self.pool, interleaved=interleaved)
+        kind = _KINDS.get(quantization)
+        if kind == "Q4_0" and weight.shape[1] % 32:
+            kind = "INT8"
+        return PackedMatrix.from_tensor(
+            weight.contiguous(), self.pool, interleaved=interleaved, kind=kind
+        )
+
+    def pack_blocks(  # type: ignore[override]
+        self, pieces: Sequence[Any], interleaved: bool = False
+    ) -> PackedMatrix | None:
+        types = {piece.type for piece in pieces}
+        if not types <= set(GGUF_KINDS) or (interleaved and len(types) > 1):
+            return None
+        blocks = [Piece(piece.data, piece.type) for piece in pieces]
+        return PackedMatrix.from_blocks(
+            blocks, pieces[0].shape[1], self.pool, interleaved=interleaved
+        )
 
     def packed_linear(
         self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None
@@ -301,6 +324,35 @@ class CpuKernels(ReferenceKernels):
         if not can_attend(query, kv, metadata):
             return super().paged_attention(query, key, value, kv, metadata, **rules)
         return paged_attention(self.pool, self._attention_scratch, query, kv, metadata, **rules)
+
+    # -- recurrent layers ---------------------------------------------------------------------
+
+    def causal_conv1d(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: torch.Tensor,
+        slots: StateSlots,
+        *,
+        silu: bool = False,
+    ) -> torch.Tensor:
+        out = self._recurrent.causal_conv1d(x, weight, bias, state, slots, silu=silu)
+        if out is None:
+            return super().causal_conv1d(x, weight, bias, state, slots, silu=silu)
+        return out
+
+    def ssd_scan(self, *inputs: Any, **named: Any) -> torch.Tensor:  # type: ignore[override]
+        out = self._recurrent.ssd_scan(*inputs, **named)
+        return super().ssd_scan(*inputs, **named) if out is None else out
+
+    def selective_scan(self, *inputs: Any, **named: Any) -> torch.Tensor:  # type: ignore[override]
+        out = self._recurrent.selective_scan(*inputs, **named)
+        return super().selective_scan(*inputs, **named) if out is None else out
+
+    def gated_delta_rule(self, *inputs: Any, **named: Any) -> torch.Tensor:  # type: ignore[override]
+        out = self._recurrent.gated_delta_rule(*inputs, **named)
+        return super().gated_delta_rule(*inputs, **named) if out is None else out
 
     def _matmul_scratch(self, num_bytes: int) -> Memory:
         """Memory that one product uses at a time, grown as needed."""

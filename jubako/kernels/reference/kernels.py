@@ -28,6 +28,7 @@ class ReferenceKernels:
         """PyTorch has its own."""
 
     pack = staticmethod(linear.pack)
+    pack_blocks = staticmethod(linear.pack_blocks)
     packed_linear = staticmethod(linear.no_packed_matrix)
     packed_gated_linear = staticmethod(linear.no_packed_matrix)
     packed_embedding = staticmethod(linear.no_packed_matrix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,9 +21,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
-def pack(weight: torch.Tensor, interleaved: bool = False) -> Any:
+def pack(weight: torch.Tensor, interleaved: bool = False, quantization: str = "none") -> Any:
     """Weights stay as they are."""
-    del weight, interleaved
+    del weight, interleaved, quantization
+    return None
+
+
+def pack_blocks(pieces: Sequence[Any], interleaved: bool = False) -> Any:
+    """Blocks are expanded."""
+    del pieces, interleaved
     return None
 
 

@@ -11,6 +11,7 @@ import torch
 
 from jubako.checkpoint.gguf import GGUFFile, GGUFTensor
 from jubako.errors import CheckpointError, UnsupportedModelError
+from jubako.layers.weights import StoredBlocks
 from jubako.models.loader.dequantize import BLOCKS, dequantize
 
 CHUNK_ELEMENTS = 32 * 1024
@@ -84,6 +85,8 @@ _SUMS = ("gemma2", "gemma3")
 _INTERLEAVED = ("arcee", "llama", "granite", "mistral3", "smollm3")
 """Architectures whose rows of queries and keys are in the order of an interleaved rotation."""
 
+_FLOATS = ("F32", "F16", "BF16")
+
 _IGNORED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Read with the configuration, not as weights."""
 
@@ -109,11 +112,17 @@ def hf_name(architecture: str, name: str) -> str | None:
 
 
 def gguf_weights(
-    file: GGUFFile, config: dict[str, Any], dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
+    file: GGUFFile,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    keep_blocks: bool = False,
+) -> Iterator[tuple[str, Any]]:
     """Every weight of the file, expanded to `dtype` on `device`. See `load_weights`.
 
-    `config` is the checkpoint's `hf_config`.
+    `config` is the checkpoint's `hf_config`. With `keep_blocks` a quantised matrix comes as
+    `StoredBlocks`, its rows in their Hugging Face order.
     """
     architecture = file.metadata["general.architecture"]
     names = {name: hf_name(architecture, name) for name in file.tensors}
@@ -127,9 +136,12 @@ def gguf_weights(
             name = names[tensor.name]
             if name is None:
                 continue
+            heads = _interleaved_heads(config, architecture, tensor.name)
+            if keep_blocks and len(tensor.shape) == 2 and tensor.type not in _FLOATS:
+                yield name, _stored(file, tensor, dtype, heads)
+                continue
             is_sum = architecture in _SUMS and tensor.name.endswith("norm.weight")
             weight = _expand(pool, file, tensor, dtype, -1.0 if is_sum else 0.0)
-            heads = _interleaved_heads(config, architecture, tensor.name)
             if heads:
                 weight = _unpermute(weight, heads, tensor.name)
             if "{}" in name:
@@ -137,6 +149,22 @@ def gguf_weights(
                     yield name.format(expert), part.to(device)
                 continue
             yield name, weight.to(device)
+
+
+def _stored(file: GGUFFile, tensor: GGUFTensor, dtype: torch.dtype, heads: int) -> StoredBlocks:
+    """The matrix's blocks, row by row."""
+    rows, columns = tensor.shape
+    elements, nbytes = BLOCKS[tensor.type]
+    data = torch.empty((rows, columns // elements * nbytes), dtype=torch.uint8)
+    file.read_into(tensor.offset, data.numpy())
+    if heads:
+        data = _unpermute(data, heads, tensor.name)
+
+    def expand(data: torch.Tensor) -> torch.Tensor:
+        values = dequantize(data.view(-1, nbytes), tensor.type).view(data.shape[0], columns)
+        return values.to(dtype)
+
+    return StoredBlocks(data, tensor.type, tensor.shape, expand)
 
 
 def _expand(

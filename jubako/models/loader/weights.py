@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -26,22 +27,29 @@ from jubako.models.loader.safetensors_weights import safetensors_weights
 
 
 def load_weights(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Iterator[tuple[str, torch.Tensor]]:
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    keep_blocks: bool = False,
+) -> Iterator[tuple[str, Any]]:
     """Yield every tensor of the checkpoint under its Hugging Face name, in file order.
 
     Each is new memory in `dtype` on `device`, which the caller may keep; offsets of routers' scores
     stay float32. One tensor is read at a time, in pieces of a few megabytes, and no page of the
     file stays mapped. Quantised tensors are expanded. A GGUF file and the folder it was made from
     give the same tensors: Gemma's norms lose the 1 that the file adds, Llama's query and key rows
-    get back their order.
+    get back their order. With `keep_blocks` quantised matrices of a GGUF file come as
+    `layers.weights.StoredBlocks`.
 
     Raises `UnsupportedModelError` for a tensor type that cannot be expanded, before anything is
     read, and `CheckpointError` for a damaged file or a tensor with an unexpected name or dtype.
     """
     device = torch.device(device)
     if checkpoint.gguf is not None:
-        yield from gguf_weights(checkpoint.gguf, checkpoint.hf_config, dtype, device)
+        yield from gguf_weights(
+            checkpoint.gguf, checkpoint.hf_config, dtype, device, keep_blocks=keep_blocks
+        )
         return
     if checkpoint.ctranslate2 is not None:
         yield from ctranslate2_weights(checkpoint.ctranslate2, dtype, device)

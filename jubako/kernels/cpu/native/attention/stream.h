@@ -355,17 +355,18 @@ static void attend_part(Rows& rows, const AttentionArgs& a, const Task& t, int64
     int64_t first = begin > at ? begin - at : 0;
     int64_t last = end - at < SPAN ? end - at : SPAN;
     int64_t in_part = at - part_begin;
-    if (a.value_offset) {
-      for (int64_t j = first; j < last; ++j) prefetch_row(rows.values[in_part + j], value_bytes);
+    // Memory is asked for a little at a time, as far ahead as a span.
+    for (int64_t j = first; j < last; j += 4) {
+      int64_t stop = j + 4 < last ? j + 4 : last;
+      if (a.value_offset) {
+        for (int64_t i = j; i < stop; ++i) prefetch_row(rows.values[in_part + i], value_bytes);
+      }
+      for (int64_t i = j; i < stop; ++i) prefetch_row(rows.keys[in_part + SPAN + i], key_bytes);
+      score_span<Load>(rows, a, rows.keys + in_part, j, stop);
     }
-    score_span<Load>(rows, a, rows.keys + in_part, first, last);
     for (int64_t r = 0; r < rows.count; ++r) {
       weigh_row(rows, a, r, at, first, last, Load::SCALED, rows.key_scales + in_part,
                 rows.value_scales + in_part);
-    }
-    if (at + SPAN < end) {
-      int64_t next = end - at < 2 * SPAN ? end - at : 2 * SPAN;
-      for (int64_t j = SPAN; j < next; ++j) prefetch_row(rows.keys[in_part + j], key_bytes);
     }
     value_span<Load>(rows, a, rows.values + in_part, first, last);
   }

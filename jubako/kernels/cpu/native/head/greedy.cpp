@@ -92,7 +92,7 @@ void greedy(Team& team, const void* args) {
       }
     }
   }
-  product_end(rows);
+  product_end();
   for (int64_t r = 0; r < rows; ++r) {
     Winner winner{-__builtin_inff(), 0, INT64_MAX};
     for (int lane = 0; lane < PANEL; ++lane) {

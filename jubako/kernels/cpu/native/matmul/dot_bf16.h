@@ -71,7 +71,7 @@ struct DotBf16<0> {
   static void run(int64_t, const uint16_t*, int64_t, const char*, int64_t, float*) {}
 };
 
-static void dot_bf16(int64_t rows, const uint16_t* x, int64_t ldx, const char* panel, int64_t k,
+static __attribute__((unused)) void dot_bf16(int64_t rows, const uint16_t* x, int64_t ldx, const char* panel, int64_t k,
                      float* c) {
   for (; rows > 0; rows -= ROWS_DOT_BF16, x += ROWS_DOT_BF16 * ldx, c += ROWS_DOT_BF16 * PANEL) {
     DotBf16<ROWS_DOT_BF16>::run(rows < ROWS_DOT_BF16 ? rows : ROWS_DOT_BF16, x, ldx, panel, k, c);
