@@ -256,7 +256,7 @@ class KVCacheManager:
         if (
             self._growth.block_size is not None
             and not self.watermark_blocks
-            and all(edge.uniform for edge in edges)
+            and all([edge.uniform for edge in edges])  # noqa: C419 (quicker)
         ):
             return self._growth.grow_decodes(requests, edges, new_block_ids)
         for request in requests:

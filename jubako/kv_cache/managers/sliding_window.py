@@ -59,7 +59,8 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         return tuple([] for _ in kv_cache_group_ids)
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        return max(0, num_computed_tokens - self.sliding_window + 1)
+        skipped = num_computed_tokens - self.sliding_window + 1
+        return skipped if skipped > 0 else 0
 
     def next_skip_tokens(self, num_computed_tokens: int) -> int:
         skipped_blocks = self.get_num_skipped_tokens(num_computed_tokens) // self.block_size
