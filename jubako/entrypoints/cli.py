@@ -28,6 +28,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": ("complete",),
     "chat": (),
     "serve": (),
+    "bench": (),
+    "profile": (),
     "doctor": ("collect-env",),
 }
 """Command → its other names. Each is a module of `jubako.entrypoints.commands`."""
@@ -36,6 +38,8 @@ _SUMMARIES = {
     "generate": "continue a text",
     "chat": "talk to the model",
     "serve": "answer OpenAI's HTTP interface",
+    "bench": "measure latency, throughput, a server, or the start",
+    "profile": "show where the time of a step goes",
     "doctor": "show what this machine has and what Jubako would use",
 }
 

@@ -27,15 +27,15 @@ def test_the_best_of_the_logits_of_a_product(native_pool: Pool, kind: str) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_lowest_id_wins_among_equals(native_pool: Pool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    # Few different rows: each largest logit occurs many times, in all panels and lanes.
-    weight = torch.randn(5, 64).to(dtype).repeat(40, 1)
+    # Few different rows: each largest logit occurs in every panel, in a lane and in others.
+    weight = torch.randn(4, 64).to(dtype).repeat(50, 1)
     packed = PackedMatrix.from_tensor(weight, native_pool)
     x = torch.randn(20, 64).to(dtype)
     ids, _ = greedy(native_pool, x, packed, dtype)
     logits = product(native_pool, x, packed, dtype=dtype).float()
     best = logits == logits.amax(dim=1, keepdim=True)
     assert torch.equal(ids, best.int().argmax(dim=1))
-    assert (ids < 5).all()
+    assert (ids < 4).all()
 
 
 def test_logits_that_rounding_makes_equal_are_equal(native_pool: Pool) -> None:

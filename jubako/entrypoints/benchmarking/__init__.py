@@ -1,0 +1,1 @@
+"""What do the `bench` commands measure, and how?"""

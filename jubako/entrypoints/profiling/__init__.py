@@ -1,0 +1,1 @@
+"""Where does a step's time go?"""
