@@ -45,8 +45,10 @@ core = llm.llm_engine.client.core
 model = core.executor.worker.model_runner.model
 weights = sum(
     t.numel() * t.element_size()
-    for t in {{p.data_ptr(): p for p in model.parameters()}}.values()
+    for t in {{p.data_ptr(): p for p in model.parameters() if p.numel()}}.values()
 )
+packed = [getattr(layer, "packed", None) for layer in model.modules()]
+weights += sum(p.num_bytes for p in {{id(p): p for p in packed if p is not None}}.values())
 rng = random.Random(0)
 prompts = [
     [2] + [rng.randrange(1000, 2000) for _ in range({prompt_tokens} - 1)] for _ in range({requests})
