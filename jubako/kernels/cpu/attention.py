@@ -6,12 +6,12 @@ Mirrors `native/attention/args.h`.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import torch
 
-from jubako.kernels.cpu.library import ATTENTION_OPS, BF16, F16, F32, Memory, Pool, library
+from jubako.kernels.cpu.library import ATTENTION_OPS, Pool, Scratch, library
+from jubako.kernels.cpu.tensors import ALL_DTYPES, address, pointer
 from jubako.kernels.metadata import AttentionMetadata
 from jubako.kernels.paged_kv import PagedKV
 
@@ -19,8 +19,6 @@ OP_PAGED_ATTENTION = ATTENTION_OPS
 
 KV_I8, KV_F8E4M3 = 3, 4
 """Element types of pages beside the model's: int8 and fp8, a float32 scale a token and slab."""
-
-DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 
 _P = ctypes.c_void_p
 _I = ctypes.c_int32
@@ -82,33 +80,31 @@ def attention_scratch_bytes(
     return bytes_needed
 
 
-class Scratch:
-    """Memory that the attention ops of one pool share; it grows when a step needs more."""
-
-    def __init__(self) -> None:
-        self._memory: Memory | None = None
-
-    def lend(self, args: AttentionArgs, num_bytes: int) -> None:
-        """Give `args` at least `num_bytes`."""
-        if self._memory is None or self._memory.num_bytes < num_bytes:
-            self._memory = Memory(num_bytes)
-        args.scratch = self._memory.address
-        args.scratch_bytes = self._memory.num_bytes
-
-
 def fill_step(step: AttentionStep, metadata: AttentionMetadata) -> None:
     """Point `step` at the host's arrays of `metadata`, which must outlive its use."""
     blocks = metadata.block_table_cpu
     step.num_reqs = metadata.num_reqs
     step.num_tokens = metadata.num_actual_tokens
-    step.query_start_loc = _address(metadata.query_start_loc_cpu)
-    step.seq_lens = _address(metadata.seq_lens_cpu)
-    step.block_table = _address(blocks)
+    step.query_start_loc = address(metadata.query_start_loc_cpu)
+    step.seq_lens = address(metadata.seq_lens_cpu)
+    step.block_table = address(blocks)
     step.block_table_stride = blocks.strides[0] // 4
     slots = metadata.slot_mapping_cpu
-    step.slot_mapping = metadata.slot_mapping.data_ptr() if slots is None else _address(slots)
+    step.slot_mapping = metadata.slot_mapping.data_ptr() if slots is None else address(slots)
     step.max_query_len = metadata.max_query_len
     step.max_seq_len = metadata.max_seq_len
+
+
+def set_pages(args: AttentionArgs, kv: PagedKV) -> None:
+    """Let `args` read the pages of `kv`, which must outlive its use."""
+    pages, size = kv.pages, kv.pages.element_size()
+    args.pages = pages.data_ptr()
+    args.kv_dtype = ALL_DTYPES[pages.dtype]
+    args.block_size = kv.block_size
+    args.block_stride = pages.stride(0) * size
+    args.head_stride = pages.stride(1) * size
+    args.value_offset = pages.stride(2) * size
+    args.row_stride = pages.stride(3) * size
 
 
 def can_attend(query: torch.Tensor, kv: PagedKV, metadata: AttentionMetadata) -> bool:
@@ -120,7 +116,7 @@ def can_attend(query: torch.Tensor, kv: PagedKV, metadata: AttentionMetadata) ->
     )
     return (
         query.device.type == "cpu"
-        and query.dtype in DTYPES
+        and query.dtype in ALL_DTYPES
         and kv.pages.dtype == query.dtype
         and query.shape[2] == kv.head_size
         and kv.head_size <= 1024
@@ -157,45 +153,29 @@ def paged_attention(
         sinks = sinks.detach().float().contiguous()
     step = AttentionStep()
     fill_step(step, metadata)
-    pages = kv.pages
-    size = pages.element_size()
     args = AttentionArgs(
         step=ctypes.addressof(step),
         q=query.data_ptr(),
         q_stride=query.stride(0),
         out=out.data_ptr(),
         out_stride=Hq * D,
-        pages=pages.data_ptr(),
-        block_stride=pages.stride(0) * size,
-        head_stride=pages.stride(1) * size,
-        row_stride=pages.stride(3) * size,
-        value_offset=pages.stride(2) * size,
-        dtype=DTYPES[query.dtype],
-        kv_dtype=DTYPES[pages.dtype],
+        dtype=ALL_DTYPES[query.dtype],
         num_heads=Hq,
         num_kv_heads=kv.num_kv_heads,
         head_size=D,
         value_size=D,
-        block_size=kv.block_size,
         window=sliding_window or 0,
         chunk=attention_chunk_size or 0,
         causal=metadata.causal,
         scale=scale,
         soft_cap=logits_soft_cap or 0.0,
-        sinks=None if sinks is None else sinks.data_ptr(),
+        sinks=pointer(sinks),
     )
+    set_pages(args, kv)
     for name, value in fields.items():
         setattr(args, name, value)
-    scratch.lend(
-        args,
-        attention_scratch_bytes(
-            pool.num_threads, Hq, D, D, metadata.num_reqs, metadata.max_seq_len
-        ),
+    needed = attention_scratch_bytes(
+        pool.num_threads, Hq, D, D, metadata.num_reqs, metadata.max_seq_len
     )
-    pool.run(OP_PAGED_ATTENTION, args)
+    scratch.run(pool, OP_PAGED_ATTENTION, args, needed)
     return out
-
-
-def _address(array: np.ndarray[Any, Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from jubako.kernels.cpu import elementwise as ew
-from jubako.kernels.cpu.attention import Scratch, can_attend, paged_attention
-from jubako.kernels.cpu.library import BF16, F32, Memory, Pool, pool
+from jubako.kernels.cpu.attention import can_attend, paged_attention
+from jubako.kernels.cpu.library import Pool, Scratch, pool
 from jubako.kernels.cpu.matmul import (
     EPILOGUE_NONE,
     EPILOGUES_MUL,
@@ -27,12 +27,11 @@ from jubako.kernels.cpu.matmul import (
 from jubako.kernels.cpu.packed_matrix import GGUF_KINDS, PackedMatrix, Piece
 from jubako.kernels.cpu.recording import LAYER_NORM, RMS_NORM
 from jubako.kernels.cpu.recurrent import RecurrentKernels
+from jubako.kernels.cpu.tensors import DTYPES, address, pointer
 from jubako.kernels.metadata import AttentionMetadata
 from jubako.kernels.paged_kv import PagedKV
 from jubako.kernels.reference.kernels import ReferenceKernels
-from jubako.kernels.state_slots import StateSlots
 
-_DTYPES = {torch.float32: F32, torch.bfloat16: BF16}
 _KINDS = {"int8": "INT8", "int4": "Q4_0"}
 """Quantization → the kind of packed matrix; the others keep the dtype."""
 _IDS_BITS = {torch.int32: 32, torch.int64: 64}
@@ -44,14 +43,12 @@ class CpuKernels(ReferenceKernels):
     name = "cpu"
 
     def __init__(self) -> None:
-        self._scratch: Memory | None = None
-        self._attention_scratch = Scratch()
-        self.pool: Pool = pool(torch.get_num_threads())
-        self._recurrent = RecurrentKernels(self.pool)
+        self.use_threads(torch.get_num_threads())
 
     def use_threads(self, num_threads: int) -> None:
         """Run on that many threads from now on."""
-        self.pool = pool(num_threads)
+        self.pool: Pool = pool(num_threads)
+        self._matmul_scratch, self._attention_scratch = Scratch(), Scratch()
         self._recurrent = RecurrentKernels(self.pool)
 
     # -- matrices -----------------------------------------------------------------------------
@@ -59,7 +56,7 @@ class CpuKernels(ReferenceKernels):
     def pack(  # type: ignore[override]
         self, weight: torch.Tensor, interleaved: bool = False, quantization: str = "none"
     ) -> PackedMatrix | None:
-        if weight.dtype not in _DTYPES or weight.device.type != "cpu":
+        if weight.dtype not in DTYPES or weight.device.type != "cpu":
             return None
         kind = _KINDS.get(quantization)
         if kind == "Q4_0" and weight.shape[1] % 32:
@@ -105,25 +102,24 @@ class CpuKernels(ReferenceKernels):
         out = torch.empty(rows, width, dtype=x.dtype)
         count = ctypes.c_int64(rows)
         bias = None if bias is None else bias.float().contiguous()
-        scratch = self._matmul_scratch(matmul_scratch_bytes(self.pool.num_threads, rows, matrix.k))
-        self.pool.run(
+        self._matmul_scratch.run(
+            self.pool,
             OP_MATMUL,
             MatmulArgs(
                 rows=ctypes.addressof(count),
                 x=wide.data_ptr(),
                 ldx=wide.stride(0),
                 w=matrix.address,
-                bias=None if bias is None else bias.data_ptr(),
+                bias=pointer(bias),
                 y=out.data_ptr(),
                 ldy=width,
-                scratch=scratch.address,
-                scratch_bytes=scratch.num_bytes,
                 parts=matrix.parts,
-                x_dtype=_DTYPES[x.dtype],
-                y_dtype=_DTYPES[x.dtype],
+                x_dtype=DTYPES[x.dtype],
+                y_dtype=DTYPES[x.dtype],
                 epilogue=EPILOGUES_MUL[activation] if activation else EPILOGUE_NONE,
                 activation_bits=matrix.activation_bits,
             ),
+            matmul_scratch_bytes(self.pool.num_threads, rows, matrix.k),
         )
         return out.view(*x.shape[:-1], width)
 
@@ -143,7 +139,7 @@ class CpuKernels(ReferenceKernels):
                 ldy=matrix.k,
                 scale=1.0,
                 ids_bits=_IDS_BITS[ids.dtype],
-                y_dtype=_DTYPES[dtype],
+                y_dtype=DTYPES[dtype],
             ),
         )
         return out.view(*input_ids.shape, matrix.k)
@@ -181,12 +177,12 @@ class CpuKernels(ReferenceKernels):
                 x=x.data_ptr(),
                 y=out.data_ptr(),
                 weight=weight.data_ptr(),
-                bias=None if bias is None else bias.data_ptr(),
+                bias=pointer(bias),
                 size=size,
                 ldx=x.stride(0),
                 ldy=size,
-                x_dtype=_DTYPES[x.dtype],
-                y_dtype=_DTYPES[x.dtype],
+                x_dtype=DTYPES[x.dtype],
+                y_dtype=DTYPES[x.dtype],
                 kind=kind,
                 eps=eps,
             ),
@@ -219,13 +215,13 @@ class CpuKernels(ReferenceKernels):
                 sin=sin.data_ptr() + rotary // 2 * 4,
                 qkv=qk.data_ptr(),
                 q_out=out.data_ptr(),
-                weight=None if weight is None else weight.data_ptr(),
+                weight=pointer(weight),
                 ld_table=cos.stride(0),
                 ld_token=qk.stride(0),
                 ld_head=qk.stride(1),
                 ld_out_token=heads * D,
-                dtype=_DTYPES[qk.dtype],
-                out_dtype=_DTYPES[qk.dtype],
+                dtype=DTYPES[qk.dtype],
+                out_dtype=DTYPES[qk.dtype],
                 num_heads=heads,
                 head_size=D,
                 rotary=rotary,
@@ -261,8 +257,8 @@ class CpuKernels(ReferenceKernels):
                 size=size,
                 ldx=gate_up.stride(0),
                 ldy=size,
-                x_dtype=_DTYPES[gate_up.dtype],
-                y_dtype=_DTYPES[gate_up.dtype],
+                x_dtype=DTYPES[gate_up.dtype],
+                y_dtype=DTYPES[gate_up.dtype],
                 activation=ew.ACTIVATIONS[activation],
             ),
         )
@@ -275,7 +271,7 @@ class CpuKernels(ReferenceKernels):
     ) -> None:
         slots = metadata.slot_mapping_cpu
         pages = kv.pages
-        if slots is None or not (_takes(key) and _takes(value) and pages.dtype in _DTYPES):
+        if slots is None or not (_takes(key) and _takes(value) and pages.dtype in DTYPES):
             super().reshape_and_cache(key, value, kv, metadata)
             return
         count = ctypes.c_int64(min(len(slots), len(key)))
@@ -285,15 +281,15 @@ class CpuKernels(ReferenceKernels):
                 rows=ctypes.addressof(count),
                 key=key.data_ptr(),
                 value=value.data_ptr(),
-                slots=slots.__array_interface__["data"][0],
+                slots=address(slots),
                 pages=pages.data_ptr(),
                 key_token=key.stride(0),
                 key_head=key.stride(1),
                 value_token=value.stride(0),
                 value_head=value.stride(1),
                 block_stride=pages.stride(0) * pages.element_size(),
-                dtype=_DTYPES[key.dtype],
-                kv_dtype=_DTYPES[pages.dtype],
+                dtype=DTYPES[key.dtype],
+                kv_dtype=DTYPES[pages.dtype],
                 num_kv_heads=kv.num_kv_heads,
                 head_size=kv.head_size,
                 block_size=kv.block_size,
@@ -327,20 +323,9 @@ class CpuKernels(ReferenceKernels):
 
     # -- recurrent layers ---------------------------------------------------------------------
 
-    def causal_conv1d(  # type: ignore[override]
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        state: torch.Tensor,
-        slots: StateSlots,
-        *,
-        silu: bool = False,
-    ) -> torch.Tensor:
-        out = self._recurrent.causal_conv1d(x, weight, bias, state, slots, silu=silu)
-        if out is None:
-            return super().causal_conv1d(x, weight, bias, state, slots, silu=silu)
-        return out
+    def causal_conv1d(self, *inputs: Any, **named: Any) -> torch.Tensor:  # type: ignore[override]
+        out = self._recurrent.causal_conv1d(*inputs, **named)
+        return super().causal_conv1d(*inputs, **named) if out is None else out
 
     def ssd_scan(self, *inputs: Any, **named: Any) -> torch.Tensor:  # type: ignore[override]
         out = self._recurrent.ssd_scan(*inputs, **named)
@@ -354,12 +339,6 @@ class CpuKernels(ReferenceKernels):
         out = self._recurrent.gated_delta_rule(*inputs, **named)
         return super().gated_delta_rule(*inputs, **named) if out is None else out
 
-    def _matmul_scratch(self, num_bytes: int) -> Memory:
-        """Memory that one product uses at a time, grown as needed."""
-        if self._scratch is None or self._scratch.num_bytes < num_bytes:
-            self._scratch = Memory(num_bytes)
-        return self._scratch
-
 
 def _takes(x: torch.Tensor) -> bool:
-    return x.dtype in _DTYPES and x.device.type == "cpu" and x.stride(-1) == 1
+    return x.dtype in DTYPES and x.device.type == "cpu" and x.stride(-1) == 1

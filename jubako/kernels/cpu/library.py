@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,3 +153,23 @@ class Memory:
         array: Any = (ctypes.c_char * self.num_bytes).from_address(self.address)
         array._memory = self
         return array
+
+
+class Scratch:
+    """Memory that the ops of one pool borrow while they run; it grows when one needs more.
+
+    Ops that borrow the same run one after another, so that it does not grow under a running one.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Memory | None = None
+        self._lock = threading.Lock()
+
+    def run(self, pool: Pool, op: int, args: Any, num_bytes: int) -> None:
+        """Run `op` on `pool` with at least `num_bytes`: its `scratch` and `scratch_bytes`."""
+        with self._lock:
+            if self._memory is None or self._memory.num_bytes < num_bytes:
+                self._memory = Memory(num_bytes)
+            args.scratch = self._memory.address
+            args.scratch_bytes = self._memory.num_bytes
+            pool.run(op, args)

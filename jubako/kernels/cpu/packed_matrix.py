@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jubako.kernels.cpu.library import BF16, F16, F32, Memory, Pool
+from jubako.kernels.cpu.library import Memory, Pool
 from jubako.kernels.cpu.matmul import (
     FROM_BLOCKS,
     MATRIX_KINDS,
@@ -22,6 +22,7 @@ from jubako.kernels.cpu.matmul import (
     Matrix,
     PackArgs,
 )
+from jubako.kernels.cpu.tensors import ALL_DTYPES
 
 PANEL = 32
 """Rows that lie together."""
@@ -41,7 +42,6 @@ _UNITS = {
 }
 """Kind → elements of k in a unit, bytes that 16 rows of a unit take."""
 
-_DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 _PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 FROM_FLOATS = ("F32", "BF16", "INT8", "Q8_0", "Q4_0", "Q4_1")
@@ -143,7 +143,7 @@ class PackedMatrix:
                     f"floats cannot be packed as {kind}; choose one of {', '.join(FROM_FLOATS)}"
                 )
             assert data.shape[1] == self.k, (data.shape, self.k)
-            source_kind = _DTYPES[data.dtype]
+            source_kind = ALL_DTYPES[data.dtype]
         else:
             assert piece.type == kind, f"{piece.type} blocks in a matrix of {kind}"
             unit_k, unit_bytes = _UNITS[kind]
@@ -224,7 +224,7 @@ class PackedMatrix:
             ldy=self.k,
             scale=1.0,
             ids_bits=64,
-            y_dtype=_DTYPES[dtype],
+            y_dtype=ALL_DTYPES[dtype],
         )
         pool.run(OP_EMBED, args)
         return out

@@ -22,9 +22,10 @@ from jubako.kernels.cpu.attention import (
     AttentionStep,
     attention_scratch_bytes,
     fill_step,
+    set_pages,
 )
 from jubako.kernels.cpu.head import OP_HEAD_GREEDY, HeadGreedyArgs, head_scratch_bytes
-from jubako.kernels.cpu.library import BF16, F32, Memory, Pool, program_array
+from jubako.kernels.cpu.library import F32, Memory, Pool, program_array
 from jubako.kernels.cpu.matmul import (
     EPILOGUE_ADD,
     EPILOGUE_NONE,
@@ -43,10 +44,9 @@ from jubako.kernels.cpu.recording import (
     RecordingError,
     Rows,
 )
+from jubako.kernels.cpu.tensors import DTYPES, address, pointer
 from jubako.kernels.metadata import AttentionMetadata
 from jubako.kernels.paged_kv import PagedKV
-
-DTYPES = {torch.float32: F32, torch.bfloat16: BF16}
 
 
 class AttentionLayer(Protocol):
@@ -112,7 +112,7 @@ class NativeProgram:
             OP_EMBED,
             EmbedArgs(
                 rows=self._tokens,
-                ids=self.input_ids.ctypes.data,
+                ids=address(self.input_ids),
                 w=table.address,
                 y=self._stream.address,
                 ldy=self._stream.stride,
@@ -131,7 +131,7 @@ class NativeProgram:
             ew.OP_ROTATION,
             ew.RotationArgs(
                 rows=self._tokens,
-                positions=self.positions.ctypes.data,
+                positions=address(self.positions),
                 frequencies=frequencies.data_ptr(),
                 cos=tables[0].address,
                 sin=tables[1].address,
@@ -157,7 +157,7 @@ class NativeProgram:
             scale=scale,
         )
         if norm is not None:
-            args.post_weight, args.post_bias = _pointer(norm.weight), _pointer(norm.bias)
+            args.post_weight, args.post_bias = pointer(norm.weight), pointer(norm.bias)
             args.kind, args.eps = norm.kind, norm.eps
         self._op(ew.OP_ADD_NORM, args, norm)
         self._open = args
@@ -170,7 +170,7 @@ class NativeProgram:
         if joined is not None and (
             not joined.post_weight or (joined.kind, joined.eps) == (norm.kind, norm.eps)
         ):
-            joined.weight, joined.bias = _pointer(norm.weight), _pointer(norm.bias)
+            joined.weight, joined.bias = pointer(norm.weight), pointer(norm.bias)
             joined.kind, joined.eps = norm.kind, norm.eps
             joined.y, joined.ldy, joined.y_dtype = out.address, out.stride, out.dtype
             self._keep.append(norm)
@@ -230,7 +230,7 @@ class NativeProgram:
             x=x.address,
             ldx=x.stride,
             w=matrix.address,
-            bias=_pointer(bias),
+            bias=pointer(bias),
             y=out.address,
             ldy=out.stride,
             parts=matrix.parts,
@@ -266,9 +266,9 @@ class NativeProgram:
             rows=self._tokens,
             qkv=qkv.address,
             q_out=query.address,
-            weight=_pointer(norm),
+            weight=pointer(norm),
             slots=step + AttentionStep.slot_mapping.offset,
-            pages=self._nowhere.ctypes.data,
+            pages=address(self._nowhere),
             ld_token=qkv.stride,
             ld_head=D,
             ld_out_token=query.stride,
@@ -305,7 +305,7 @@ class NativeProgram:
             causal=1,
             scale=shape.scale,
             soft_cap=shape.logits_soft_cap or 0.0,
-            sinks=_pointer(sinks),
+            sinks=pointer(sinks),
         )
         self._op(OP_PAGED_ATTENTION, args, sinks)
         self._attentions[shape.layer_name] = (rope, args)
@@ -329,7 +329,7 @@ class NativeProgram:
             x=hidden.address,
             ldx=hidden.stride,
             w=matrix.address,
-            ids=self._chosen.ctypes.data,
+            ids=address(self._chosen),
             x_dtype=hidden.dtype,
             round_dtype=self.dtype,
             activation_bits=matrix.activation_bits,
@@ -359,11 +359,11 @@ class NativeProgram:
     ) -> None:
         args = ew.NormArgs(
             rows=self._tokens if index is None else self._out_rows,
-            index=None if index is None else index.ctypes.data,
+            index=None if index is None else address(index),
             x=x.address,
             y=out.address,
-            weight=_pointer(norm.weight),
-            bias=_pointer(norm.bias),
+            weight=pointer(norm.weight),
+            bias=pointer(norm.bias),
             size=x.width,
             ldx=x.stride,
             ldy=out.stride,
@@ -398,23 +398,18 @@ class NativeProgram:
         self._steps, self._groups = [], []
         for names in groups:
             step = self._empty_step()
-            address = ctypes.addressof(step)
+            where = ctypes.addressof(step)
             self._steps.append(step)
             self._groups.append(names[0])
             for name in names:
                 kv = layers[name].kv
                 assert kv is not None, "bind_kv_cache() comes first"
                 rope, args = self._attentions[name]
-                pages, size = kv.pages, kv.pages.element_size()
-                rope.slots = address + AttentionStep.slot_mapping.offset
-                args.step = address
-                rope.pages = args.pages = pages.data_ptr()
-                rope.block_stride = args.block_stride = pages.stride(0) * size
-                rope.block_size = args.block_size = kv.block_size
-                rope.kv_dtype = args.kv_dtype = DTYPES[pages.dtype]
-                args.head_stride = pages.stride(1) * size
-                args.value_offset = pages.stride(2) * size
-                args.row_stride = pages.stride(3) * size
+                rope.slots = where + AttentionStep.slot_mapping.offset
+                args.step = where
+                set_pages(args, kv)
+                rope.pages, rope.kv_dtype = args.pages, args.kv_dtype
+                rope.block_size, rope.block_stride = args.block_size, args.block_stride
                 scratch_bytes = max(
                     scratch_bytes,
                     attention_scratch_bytes(
@@ -433,7 +428,7 @@ class NativeProgram:
 
     def _empty_step(self) -> AttentionStep:
         step = AttentionStep()
-        step.slot_mapping = self._nowhere.ctypes.data
+        step.slot_mapping = address(self._nowhere)
         return step
 
     # -- a step -------------------------------------------------------------------------------
@@ -467,7 +462,7 @@ class NativeProgram:
         for step, name in zip(self._steps, self._groups):
             if attention is None:
                 step.num_reqs = step.num_tokens = 0
-                step.slot_mapping = self._nowhere.ctypes.data
+                step.slot_mapping = address(self._nowhere)
             else:
                 fill_step(step, attention[name])
         self._pool.run_program(
@@ -475,7 +470,3 @@ class NativeProgram:
         )
         hidden = self._hidden[:out_rows]
         return hidden, self._chosen[:out_rows].copy() if greedy else None
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from jubako.kernels.cpu.library import BF16, F32, RECURRENT_OPS, Memory, Pool
+from jubako.kernels.cpu.library import RECURRENT_OPS, Pool, Scratch
+from jubako.kernels.cpu.tensors import DTYPES, address, pointer
 from jubako.kernels.state_slots import StateSlots
 
 OP_CAUSAL_CONV = RECURRENT_OPS
 OP_SSD_SCAN = RECURRENT_OPS + 1
 OP_SELECTIVE_SCAN = RECURRENT_OPS + 2
 OP_GATED_DELTA = RECURRENT_OPS + 3
-
-_DTYPES = {torch.float32: F32, torch.bfloat16: BF16}
 
 _P = ctypes.c_void_p
 _I = ctypes.c_int32
@@ -88,7 +87,7 @@ class RecurrentKernels:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self._scratch: Memory | None = None
+        self._scratch = Scratch()
 
     def causal_conv1d(
         self,
@@ -111,10 +110,10 @@ class RecurrentKernels:
             x=x.data_ptr(),
             x_stride=x.stride(0),
             weight=taps.data_ptr(),
-            bias=None if bias is None else bias.data_ptr(),
+            bias=pointer(bias),
             out=out.data_ptr(),
             out_stride=channels,
-            dtype=_DTYPES[x.dtype],
+            dtype=DTYPES[x.dtype],
             channels=channels,
             width=width,
             silu=silu,
@@ -190,7 +189,7 @@ class RecurrentKernels:
             b_stride=b.stride(0),
             c_stride=c.stride(0),
             out_stride=out.stride(0),
-            dtype=_DTYPES[x.dtype],
+            dtype=DTYPES[x.dtype],
             heads=heads,
             groups=groups,
             rows=rows,
@@ -230,7 +229,7 @@ class RecurrentKernels:
             g_stride=g.stride(0),
             beta_stride=beta.stride(0),
             out_stride=out.stride(0),
-            dtype=_DTYPES[v.dtype],
+            dtype=DTYPES[v.dtype],
             key_heads=key_heads,
             value_heads=value_heads,
             key_size=key_size,
@@ -255,14 +254,10 @@ class RecurrentKernels:
         args.step = ctypes.addressof(step)
         args.state = state.data_ptr()
         args.state_stride = state.stride(0)
-        args.state_dtype = _DTYPES[state.dtype]
+        args.state_dtype = DTYPES[state.dtype]
         chains = 4 * (step.num_reqs + step.num_writes) + 128
         needed = self.pool.num_threads * (chains + 4 * floats + 64)
-        if self._scratch is None or self._scratch.num_bytes < needed:
-            self._scratch = Memory(needed)
-        args.scratch = self._scratch.address
-        args.scratch_bytes = self._scratch.num_bytes
-        self.pool.run(op, args)
+        self._scratch.run(self.pool, op, args, needed)
 
 
 def _step(slots: StateSlots) -> RecurrentStep:
@@ -280,18 +275,17 @@ def _step(slots: StateSlots) -> RecurrentStep:
 def _address(array: np.ndarray[Any, Any]) -> int:
     assert array.dtype == np.int64, "slots are int64"
     assert array.flags.c_contiguous, "slots are contiguous"
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return address(array)
 
 
 def _takes(x: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
     """Whether the rows of x, one a token, are contiguous and of a type that is taken."""
     inner = x[0].is_contiguous() if len(x) else True
-    return x.device.type == "cpu" and inner and x.dtype in _DTYPES and dtype in (None, x.dtype)
+    return x.device.type == "cpu" and inner and x.dtype in DTYPES and dtype in (None, x.dtype)
 
 
 def _takes_state(state: torch.Tensor) -> bool:
-    return state.dtype in _DTYPES and (len(state) == 0 or state[0].is_contiguous())
+    return state.dtype in DTYPES and (len(state) == 0 or state[0].is_contiguous())
 
 
 def _pad(n: int, to: int = 16) -> int:

@@ -202,3 +202,42 @@ class TestMemory:
         gc.collect()
         buffer[0] = b"x"
         assert buffer[0] == b"x"
+
+
+@needs_library
+class TestScratch:
+    def test_it_does_not_grow_under_an_op_that_runs(self) -> None:
+        scratch, order = library.Scratch(), []
+
+        class Args:
+            scratch = scratch_bytes = 0
+
+        class FakePool:
+            def run(self, op: int, args: Args) -> None:
+                order.append((op, args.scratch_bytes))
+                if op == 1:
+                    second.start()
+                    second.join(0.2)  # it waits for this one to end
+                    order.append((op, args.scratch_bytes))
+
+        pool = FakePool()
+        second = threading.Thread(target=scratch.run, args=(pool, 2, Args(), 1 << 20))
+        scratch.run(pool, 1, Args(), 64)
+        second.join()
+        assert order == [(1, 64), (1, 64), (2, 1 << 20)]
+
+    def test_what_fits_is_lent_again(self) -> None:
+        scratch, seen = library.Scratch(), []
+
+        class FakePool:
+            def run(self, op: int, args: ctypes.Structure) -> None:
+                seen.append((args.scratch, args.scratch_bytes))
+
+        class Args:
+            scratch = scratch_bytes = 0
+
+        for num_bytes in (100, 64, 200, 100):
+            scratch.run(FakePool(), 0, Args(), num_bytes)
+        assert [size for _, size in seen] == [100, 100, 200, 200]
+        assert seen[0] == seen[1]
+        assert seen[2] == seen[3]
