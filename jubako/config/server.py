@@ -18,6 +18,12 @@ class ServerConfig:
     port: int = option(8000, "TCP port; 0 picks a free one.")
     api_key: str | None = option(None, "Key that clients must send as a bearer token.")
     chat_template: str | None = option(None, "Jinja file that replaces the model's chat template.")
+    tool_call_parser: str = option(
+        "auto", "How the model writes tool calls; auto finds out from its chat template."
+    )
+    reasoning_parser: str = option(
+        "auto", "How the model marks its thoughts; auto finds out from its chat template."
+    )
     max_body_bytes: int = option(16 * 1024 * 1024, "Largest request body that is read.")
     max_queued_requests: int = option(1024, "Most requests in flight; more are answered with 429.")
     max_queued_tokens: int = option(

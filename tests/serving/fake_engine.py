@@ -2,7 +2,8 @@
 
 Some prompts make it misbehave: `!boom` (an unexpected error), `!error` (finish reason error),
 `!refuse` (a validation error from the engine), `!hang` (no token until it is aborted). With
-`hold()`, tokens come only as `release(n)` lets them.
+`hold()`, tokens come only as `release(n)` lets them. What stands between `!say ` and `!end` is the
+answer.
 """
 
 from __future__ import annotations
@@ -237,6 +238,8 @@ class FakeAsyncLLM:
         if "!boom" in text:
             raise RuntimeError("a secret at /srv/models/secret.py")
         reply = text if "!hang" not in text else text + "..." * 1000
+        if "!say " in text:
+            reply = text.rpartition("!say ")[2].partition("!end")[0]
         assert params.max_tokens is not None
         limit = min(params.max_tokens, len(reply))
         kind = params.output_kind

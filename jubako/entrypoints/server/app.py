@@ -51,6 +51,7 @@ from jubako.entrypoints.server.protocol import (
 )
 from jubako.entrypoints.server.scoring import RerankExchange, ScoreExchange
 from jubako.entrypoints.server.state import ServerState
+from jubako.entrypoints.server.tools import checked_tools
 from jubako.entrypoints.server.transcription import TranscriptionExchange
 from jubako.entrypoints.server.transcription_form import read_form
 from jubako.errors import JubakoError, ValidationError
@@ -285,7 +286,9 @@ def _add_tokenizer(app: FastAPI, state: ServerState) -> None:
             add_special = record.add_special_tokens is not False
             ids = await encode(state, record.prompt, add_special, "prompt", truncated=True)
         else:
-            text = await render_chat(state, record, normalise_messages(record.messages))
+            messages = normalise_messages(record.messages)
+            tools = checked_tools(record.tools) if record.tools else None
+            text = await render_chat(state, record, messages, tools)
             ids = await encode(state, text, bool(record.add_special_tokens), "messages")
         answer = TokenizeResponse(count=len(ids), max_model_len=state.max_model_len, tokens=ids)
         if record.return_token_strs:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from jubako.entrypoints.server.generation import (
-    Generation,
-    check_common,
-    event,
-    fit_to_context,
-    sampling_params,
-    wants_usage,
-)
+from jubako.entrypoints.server.chat_turn import ChatTurn, Part
+from jubako.entrypoints.server.generation import Generation, event, wants_usage
 from jubako.entrypoints.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from jubako.entrypoints.server.prompts import encode, normalise_messages, render_chat
 from jubako.entrypoints.server.protocol import (
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletionChunk,
@@ -25,9 +20,13 @@ from jubako.entrypoints.server.protocol import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    ToolCall,
 )
 from jubako.entrypoints.server.state import ServerState
+from jubako.entrypoints.server.tools import new_call_id
 from jubako.errors import ValidationError
+from jubako.frontend.answers.events import Arguments, Call, Content, Event, Reasoning
+from jubako.frontend.answers.parser import ParsedAnswer
 from jubako.outputs import CompletionOutput
 
 ROLE = "assistant"
@@ -43,42 +42,17 @@ class ChatExchange:
         self._created = int(time.time())
         self._names = TokenNames(bool(request.return_tokens_as_token_ids))
         self._echo_text = ""
+        self._turn = ChatTurn(state, request, self.id)
 
     async def prepare(self) -> Generation:
         """Check the request, apply the chat template and tokenise."""
-        request = self._request
-        check_common(self._state, request)
         self._top_logprobs = self._check_logprobs()
-        messages = normalise_messages(request.messages)
-        text = await render_chat(self._state, request, messages)
-        # The template writes the start-of-sequence token itself.
-        token_ids = await encode(
-            self._state,
-            text,
-            bool(request.add_special_tokens),
-            "messages",
-            request.truncate_prompt_tokens is not None,
-        )
-        by_new_name = request.max_completion_tokens is not None
-        token_ids, limit = fit_to_context(
-            self._state,
-            token_ids,
-            request.max_completion_tokens if by_new_name else request.max_tokens,
-            self._state.sampling_defaults.get("max_tokens"),
-            request.truncate_prompt_tokens,
-            "messages",
-            "max_completion_tokens" if by_new_name else "max_tokens",
-        )
-        params = sampling_params(
-            request,
-            self._state.sampling_defaults,
-            max_tokens=limit,
-            logprobs=self._top_logprobs,
-        )
-        if request.echo and messages[-1]["role"] == ROLE:
-            self._echo_text = messages[-1]["content"]
-        self._generation = Generation(self._state, request, self.id, [token_ids], [params])
-        return self._generation
+        generation = await self._turn.prepare(self._top_logprobs)
+        last = self._turn.messages[-1]
+        if self._request.echo and last["role"] == ROLE:
+            self._echo_text = last["content"]
+        self._generation = generation
+        return generation
 
     def _check_logprobs(self) -> int | None:
         """How many logprobs beside the chosen token's to ask the engine for; None for none."""
@@ -115,21 +89,20 @@ class ChatExchange:
         choices: list[ChatChoice] = []
         prompt_positions = None
         tokens = 0
-        async with aclosing(generation.outputs()) as outputs:
-            async for _, output in outputs:
-                prompt_positions = output.prompt_logprobs or prompt_positions
-                for completion in output.outputs:
-                    tokens += len(completion.token_ids)
-                    choice = ChatChoice(
-                        index=completion.index,
-                        message=ChatMessage(role=ROLE, content=self._echo_text + completion.text),
-                        logprobs=self._logprobs(completion),
-                        finish_reason=completion.finish_reason,
-                        stop_reason=completion.stop_reason,
-                    )
-                    if request.return_token_ids:
-                        choice.token_ids = completion.token_ids
-                    choices.append(choice)
+        async with aclosing(self._turn.parts()) as parts:
+            async for part in parts:
+                prompt_positions = part.output.prompt_logprobs or prompt_positions
+                tokens += len(part.completion.token_ids)
+                choice = ChatChoice(
+                    index=part.completion.index,
+                    message=self._message(part),
+                    logprobs=self._logprobs(part.completion),
+                    finish_reason=part.finish_reason,
+                    stop_reason=part.completion.stop_reason,
+                )
+                if request.return_token_ids:
+                    choice.token_ids = part.completion.token_ids
+                choices.append(choice)
         choices.sort(key=lambda choice: choice.index)
         response = ChatCompletionResponse(
             id=self.id,
@@ -144,6 +117,27 @@ class ChatExchange:
             response.prompt_logprobs = prompt_logprobs(prompt_positions)
         return response
 
+    def _message(self, part: Part) -> ChatMessage:
+        found = ParsedAnswer()
+        found.add(part.events)
+        content = self._echo_text + found.content
+        message = ChatMessage(role=ROLE, content=content or (None if found.calls else ""))
+        if found.reasoning:
+            message.reasoning_content = found.reasoning
+        if found.calls:
+            message.tool_calls = [
+                ToolCall(
+                    id=self._call_id(),
+                    type="function",
+                    function=CalledFunction(name=call.name, arguments=call.arguments),
+                )
+                for call in found.calls
+            ]
+        return message
+
+    def _call_id(self) -> str:
+        return new_call_id(self._state.model_style)
+
     def _opening(self) -> list[ChatCompletionChunk]:
         """The first chunk of every choice: the role, and an echo if one was asked for."""
         delta = ChatDelta(role=ROLE, content=self._echo_text)
@@ -157,36 +151,68 @@ class ChatExchange:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as a stream of events."""
-        request, generation = self._request, self._generation
-        last_usage, every_usage = wants_usage(request)
+        generation = self._generation
+        last_usage, every_usage = wants_usage(self._request)
         opened = False
         tokens = 0
-        async with aclosing(generation.outputs()) as outputs:
-            async for _, output in outputs:
+        calls: Counter[int] = Counter()
+        async with aclosing(self._turn.parts()) as parts:
+            async for part in parts:
                 chunks: list[ChatCompletionChunk] = []
                 if not opened:
                     opened = True
                     chunks += self._opening()
-                for completion in output.outputs:
-                    tokens += len(completion.token_ids)
-                    choice = ChatChunkChoice(
-                        index=completion.index,
-                        delta=ChatDelta(content=completion.text),
-                        logprobs=self._logprobs(completion),
-                        finish_reason=completion.finish_reason,
-                    )
-                    if completion.finish_reason is not None:
-                        choice.stop_reason = completion.stop_reason
-                    if request.return_token_ids:
-                        choice.token_ids = completion.token_ids
-                    chunks.append(self._chunk([choice]))
+                tokens += len(part.completion.token_ids)
+                chunks += self._chunks(part, calls)
                 for chunk in chunks:
                     if every_usage:
                         chunk.usage = generation.usage(tokens)
                     elif last_usage:
                         chunk.usage = None
-                yield b"".join(map(event, chunks))
+                if chunks:
+                    yield b"".join(map(event, chunks))
         if last_usage:
             chunk = self._chunk([])
             chunk.usage = generation.usage(tokens)
             yield event(chunk)
+
+    def _chunks(self, part: Part, calls: Counter[int]) -> list[ChatCompletionChunk]:
+        """One chunk for each event; what belongs to the tokens stands on the first, the end last.
+
+        Text that is held back, because it may be the beginning of a marker, makes no chunk, unless
+        something is to be said of its tokens. `calls` counts by choice.
+        """
+        completion = part.completion
+        deltas = [self._delta(found, completion.index, calls) for found in part.events]
+        logprobs = self._logprobs(completion)
+        token_ids = completion.token_ids if self._request.return_token_ids else []
+        if not deltas and (logprobs or token_ids or part.finish_reason or not self._turn.parses):
+            deltas = [ChatDelta(content="")]
+        chunks = [ChatChunkChoice(index=completion.index, delta=delta) for delta in deltas]
+        if chunks:
+            chunks[0].logprobs = logprobs
+            if self._request.return_token_ids:
+                chunks[0].token_ids = token_ids
+            if part.finish_reason is not None:
+                chunks[-1].finish_reason = part.finish_reason
+                chunks[-1].stop_reason = completion.stop_reason
+        return [self._chunk([choice]) for choice in chunks]
+
+    def _delta(self, found: Event, index: int, calls: Counter[int]) -> ChatDelta:
+        match found:
+            case Content(text):
+                return ChatDelta(content=text)
+            case Reasoning(text):
+                return ChatDelta(reasoning_content=text)
+            case Call(name):
+                calls[index] += 1
+                begun = ToolCall(
+                    index=calls[index] - 1,
+                    id=self._call_id(),
+                    type="function",
+                    function=CalledFunction(name=name, arguments=""),
+                )
+                return ChatDelta(tool_calls=[begun])
+            case Arguments(text):
+                more = ToolCall(index=calls[index] - 1, function=CalledFunction(arguments=text))
+                return ChatDelta(tool_calls=[more])

@@ -11,17 +11,29 @@ from typing import Any
 from jubako.entrypoints.server.errors import ServerError
 from jubako.entrypoints.server.protocol import ChatCompletionRequest, TokenizeRequest
 from jubako.entrypoints.server.state import ServerState
+from jubako.entrypoints.server.tools import read_calls
 from jubako.errors import ValidationError
+from jubako.frontend.answers.tool_prompt import with_tools_in_text
 
 INLINE_CHARACTERS = 2000
 """Texts up to this length cost less to tokenise than to hand to a thread."""
 
 TEMPLATE_ARGUMENTS = frozenset(
-    {"messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template"}
+    {
+        "messages",
+        "conversation",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+    }
 )
 """Names that `chat_template_kwargs` may not redefine."""
 
-_ROLES = frozenset({"system", "developer", "user", "assistant"})
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_KEPT_FIELDS = ("name", "tool_call_id", "reasoning_content")
+"""What a message may say beside its role and content; templates look for it."""
 
 
 async def encode(
@@ -121,23 +133,25 @@ def normalise_messages(messages: list[dict[str, Any]] | None) -> list[dict[str, 
 
 def _normalise_message(message: dict[str, Any], name: str) -> dict[str, Any]:
     role = message.get("role")
-    if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
-        field = "role" if role in ("tool", "function") else "tool_calls"
-        raise ValidationError(
-            f"{name} belongs to a tool call, and tool calls are not supported by this server.",
-            f"{name}.{field}",
-            code="unsupported_parameter",
-        )
     if role not in _ROLES:
         raise ValidationError(
-            f"{name}.role must be system, developer, user or assistant.", f"{name}.role", role
+            f"{name}.role must be system, developer, user, assistant or tool.", f"{name}.role", role
+        )
+    if message.get("function_call"):
+        raise ValidationError(
+            f"{name}.function_call is not supported by this server; use tool_calls.",
+            f"{name}.function_call",
+            code="unsupported_parameter",
         )
     normal = {
         "role": "system" if role == "developer" else role,
         "content": _normalise_content(message.get("content"), role, f"{name}.content"),
     }
-    if isinstance(message.get("name"), str):
-        normal["name"] = message["name"]
+    for field in _KEPT_FIELDS:
+        if isinstance(message.get(field), str):
+            normal[field] = message[field]
+    if role == "assistant" and message.get("tool_calls"):
+        normal["tool_calls"] = read_calls(message["tool_calls"], f"{name}.tool_calls")
     return normal
 
 
@@ -171,8 +185,9 @@ async def render_chat(
     state: ServerState,
     request: ChatCompletionRequest | TokenizeRequest,
     messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """The text that the chat template makes of `messages`."""
+    """The text that the chat template makes of `messages` and `tools`."""
     continues = bool(request.continue_final_message)
     adds_prompt = request.add_generation_prompt
     if continues and adds_prompt:
@@ -194,6 +209,12 @@ async def render_chat(
             )
     if isinstance(request, ChatCompletionRequest) and request.documents is not None:
         arguments["documents"] = request.documents
+    if isinstance(request, ChatCompletionRequest) and request.reasoning_effort is not None:
+        _set_effort(arguments, request.reasoning_effort)
+    if not state.model_style.template_takes_tools:
+        messages = with_tools_in_text(messages, tools or [])
+    elif tools is not None:
+        arguments["tools"] = tools
     tokenizer = state.engine.tokenizer
     if state.chat_template is None and tokenizer.chat_template is None:
         raise ServerError(
@@ -216,3 +237,17 @@ async def render_chat(
     if size <= INLINE_CHARACTERS and not arguments:
         return render()
     return await asyncio.to_thread(render)
+
+
+def _set_effort(arguments: dict[str, Any], effort: str) -> None:
+    """Tell the template how much to think; templates know one of these names, if any."""
+    if effort not in _EFFORTS:
+        raise ValidationError(
+            f"reasoning_effort={effort[:40]!r} must be one of {', '.join(_EFFORTS)}.",
+            "reasoning_effort",
+            effort,
+        )
+    if effort == "none":
+        arguments.setdefault("enable_thinking", False)
+    else:
+        arguments.setdefault("reasoning_effort", effort)

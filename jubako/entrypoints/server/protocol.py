@@ -80,6 +80,11 @@ class ChatCompletionRequest(GenerationRequest):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -92,6 +97,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 
@@ -131,20 +137,17 @@ NOT_BUILT: dict[type, dict[str, Neutral]] = {
     },
     ChatCompletionRequest: {
         **_NOT_BUILT_BOTH,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"], []),
         "audio": (),
         "prediction": (),
         "web_search_options": (),
-        "reasoning_effort": (),
         "verbosity": ("medium",),
         "chat_template": (),
         "store": (False,),
     },
-    TokenizeRequest: {"tools": ([],), "chat_template": ()},
+    TokenizeRequest: {"chat_template": ()},
     DetokenizeRequest: {},
 }
 """Request type → field → values, besides null, that ask for nothing."""
@@ -156,8 +159,6 @@ NO_EFFECT = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
-        "include_reasoning",
     }
 )
 """Fields that never change an answer of this server, and so need no warning."""
@@ -248,12 +249,30 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class CalledFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A function and the JSON of its arguments; in a stream the name comes first and once."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A call that the model wants made; `index` only in a stream, id and type only at its start."""
+
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """The answer of the assistant."""
+    """The answer of the assistant; `content` is null where it only calls tools."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -285,6 +304,8 @@ class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):

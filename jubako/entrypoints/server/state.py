@@ -14,6 +14,7 @@ from jubako.config import ServerConfig
 from jubako.entrypoints.default_sampling import default_sampling_values
 from jubako.entrypoints.server.errors import ServerError
 from jubako.errors import EngineBusyError, EngineDeadError, ValidationError
+from jubako.frontend.answers.registry import ModelStyle, model_style
 
 if TYPE_CHECKING:
     from jubako.frontend.async_llm import AsyncLLM
@@ -133,6 +134,8 @@ class ServerState:
         self.sampling_defaults: dict[str, Any] = {}
         self.request_ids: Counter[str] = Counter()
         """Ids of the requests that the engine is working on; clients may repeat each other's."""
+        self.model_style: ModelStyle = model_style(None)
+        """How the model marks calls and thoughts in its answers."""
         self._engine: AsyncLLM | None = None
         self._open = 0
         self._idle = asyncio.Event()
@@ -147,6 +150,11 @@ class ServerState:
         self.model_name = model_config.served_model_name or _last_part(given)
         self.model_names = {self.model_name, model_config.served_model_name or given}
         self.sampling_defaults = default_sampling_values(model_config.generation_config)
+        self.model_style = model_style(
+            self.chat_template or engine.tokenizer.chat_template,
+            self.config.tool_call_parser,
+            self.config.reasoning_parser,
+        )
         if self.phase is Phase.STARTING:
             self.phase = Phase.READY
 
