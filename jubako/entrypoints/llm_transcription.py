@@ -79,14 +79,15 @@ class TranscriptionMethods:
         """
         from jubako.frontend.transcription import TranscriptionOptions
 
-        options = TranscriptionOptions(language, task, prompt, timestamps, temperature)
         transcriber = self._get_transcriber()
-        transcriber.check(options)
+        plan = transcriber.plan(
+            TranscriptionOptions(language, task, prompt, timestamps, temperature)
+        )
         recordings = audio if isinstance(audio, list) else [audio]
-        jobs = [transcriber.prepare(recording, options) for recording in recordings]
+        jobs = [transcriber.prepare(recording, plan) for recording in recordings]
         outputs = self.generate(
             [prompt for job in jobs for prompt in job.prompts],
-            [job.params for job in jobs for _ in job.prompts],
+            [plan.params for job in jobs for _ in job.prompts],
             use_tqdm,
         )
         results, taken = [], 0

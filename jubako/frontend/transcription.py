@@ -45,14 +45,28 @@ class TranscriptionOptions:
 
 
 @dataclass(frozen=True)
+class TranscriptionPlan:
+    """Options as the model knows them: what its decoder reads, and how it goes on."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    language: str
+    """Its code."""
+    options: TranscriptionOptions
+
+
+@dataclass(frozen=True)
 class TranscriptionJob:
-    """One recording on its way: a prompt for each of its pieces, all with the same parameters."""
+    """One recording on its way: a prompt for each of its pieces."""
 
     prompts: list[dict[str, Any]]
-    params: SamplingParams
     pieces: list[Piece]
-    language: str
-    options: TranscriptionOptions
+    plan: TranscriptionPlan
+
+    @property
+    def params(self) -> SamplingParams:
+        """Of every piece."""
+        return self.plan.params
 
     @property
     def duration(self) -> float:
@@ -90,13 +104,11 @@ class Transcriber:
                 f"for {NUM_FRAMES}."
             )
 
-    def prepare(self, audio: Audio, options: TranscriptionOptions) -> TranscriptionJob:
-        """Decode a recording, cut it and work out what the model reads; takes a while.
+    def prepare(self, audio: Audio, plan: TranscriptionPlan) -> TranscriptionJob:
+        """Decode a recording, cut it and make what the encoder hears of it; takes a while.
 
-        Raises `ValidationError` for options the model does not know and for what `load_audio`
-        refuses.
+        Raises `ValidationError` for what `load_audio` refuses.
         """
-        prompt_ids, params, language = self._prompt(options)
         samples = load_audio(audio, self._limits)
         pieces = cut(samples)
         mels = self._encoder.num_mel_bins
@@ -105,18 +117,17 @@ class Transcriber:
                 "encoder_prompt": {
                     "input_features": log_mel_features(samples[piece.start : piece.end], mels)
                 },
-                "decoder_prompt": prompt_ids,
+                "decoder_prompt": plan.prompt_ids,
             }
             for piece in pieces
         ]
-        return TranscriptionJob(prompts, params, pieces, language, options)
+        return TranscriptionJob(prompts, pieces, plan)
 
-    def check(self, options: TranscriptionOptions) -> None:
-        """Raise `ValidationError` for options that the model does not know."""
-        self._prompt(options)
+    def plan(self, options: TranscriptionOptions) -> TranscriptionPlan:
+        """What is the same for all recordings with these options.
 
-    def _prompt(self, options: TranscriptionOptions) -> tuple[list[int], SamplingParams, str]:
-        """The decoder's prompt, how it goes on, and the language's code."""
+        Raises `ValidationError` for options that the model does not know.
+        """
         language = options.language
         if language is None:
             language = DEFAULT_LANGUAGE
@@ -146,7 +157,7 @@ class Transcriber:
             output_kind=RequestOutputKind.FINAL_ONLY,
             transcription=self._rules(options.timestamps),
         )
-        return ids, params, language
+        return TranscriptionPlan(ids, params, language, options)
 
     def _rules(self, timestamps: bool) -> TranscriptionRules:
         return TranscriptionRules(
@@ -174,8 +185,8 @@ class Transcriber:
             segments += self._segments(job, piece, output)
         return Transcription(
             text=text.strip(),
-            language=job.language,
-            task=job.options.task,
+            language=job.plan.language,
+            task=job.plan.options.task,
             duration=job.duration,
             segments=segments,
         )
@@ -189,7 +200,7 @@ class Transcriber:
     ) -> list[TranscriptionSegment]:
         answer = output.outputs[0]
         begin, end = (round(at / SAMPLE_RATE, 3) for at in piece)
-        if job.options.timestamps:
+        if job.plan.options.timestamps:
             found = split_segments(answer.token_ids, self._tokens, begin, end)
         else:
             text_ids = [token for token in answer.token_ids if token < self._tokens.end]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol, TypeVar, cast
 
 import msgspec
 from fastapi import FastAPI
@@ -20,16 +20,23 @@ from jubako.entrypoints.server.chat import ChatExchange
 from jubako.entrypoints.server.completions import CompletionExchange
 from jubako.entrypoints.server.decoding import check_media_type, decode, read_body
 from jubako.entrypoints.server.errors import ServerError, error_response
-from jubako.entrypoints.server.exchange import ClientLeft, Events, EventStream, until_disconnect
+from jubako.entrypoints.server.exchange import (
+    ClientLeft,
+    Events,
+    EventStream,
+    StreamStyle,
+    until_disconnect,
+)
 from jubako.entrypoints.server.gate import Gate, request_id_of
 from jubako.entrypoints.server.generation import check_model
 from jubako.entrypoints.server.http_metrics import HTTPMetrics
+from jubako.entrypoints.server.messages import MessagesExchange, count_tokens
+from jubako.entrypoints.server.messages_protocol import MessagesRequest, MessagesToCount
 from jubako.entrypoints.server.openapi import openapi_document
 from jubako.entrypoints.server.pooling import (
     AnyPoolingExchange,
     ClassificationExchange,
     EmbeddingExchange,
-    PoolingExchange,
 )
 from jubako.entrypoints.server.pooling_protocol import (
     ClassificationRequest,
@@ -94,7 +101,7 @@ def build_app(state: ServerState, registry: CollectorRegistry) -> ASGIApp:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_client_left(request: Request, error: Exception) -> Response:
@@ -128,6 +135,52 @@ def _warning(unknown: Sequence[str]) -> dict[str, str]:
     return {WARNING_HEADER: f"unknown fields were ignored: {names[:500]}"}
 
 
+class Exchange(Protocol):
+    """One request on its way: prepared, admitted, then answered whole."""
+
+    async def prepare(self) -> object:
+        """Check the request and make it ready; raises what is wrong with it."""
+
+    def admit(self) -> Callable[[], None]:
+        """Take its places in the server; the result gives them back."""
+
+    async def answer(self) -> msgspec.Struct | Response:
+        """The whole answer at once."""
+
+
+class StreamingExchange(Exchange, Protocol):
+    """An exchange that can also be answered as a stream of events."""
+
+    stream_style: StreamStyle
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as it comes."""
+
+
+async def _conduct(
+    request: Request, exchange: Exchange, stream: bool, headers: dict[str, str]
+) -> Response:
+    """Take a request from its record to its answer, or to the stream that gives it."""
+    await until_disconnect(request.receive, exchange.prepare())
+    release = exchange.admit()
+    streaming = False
+    try:
+        if not stream:
+            answer = await until_disconnect(request.receive, exchange.answer())
+            if isinstance(answer, Response):
+                answer.headers.update(headers)
+                return answer
+            return json_response(answer, headers)
+        streamed = cast(StreamingExchange, exchange)
+        events = Events(streamed.events())
+        await until_disconnect(request.receive, events.start())
+        streaming = True
+        return EventStream(events, release, headers, streamed.stream_style)
+    finally:
+        if not streaming:
+            release()
+
+
 # -- generation -------------------------------------------------------------------------------
 
 
@@ -136,36 +189,25 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
     async def create_completion(request: Request) -> Response:
         record, headers = await _read(state, request, CompletionRequest)
         exchange = CompletionExchange(state, record, request_id_of(request))
-        return await _generate(request, exchange, "prompt", bool(record.stream), headers)
+        return await _conduct(request, exchange, bool(record.stream), headers)
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
         record, headers = await _read(state, request, ChatCompletionRequest)
         exchange = ChatExchange(state, record, request_id_of(request))
-        return await _generate(request, exchange, "messages", bool(record.stream), headers)
+        return await _conduct(request, exchange, bool(record.stream), headers)
 
+    @app.post("/v1/messages")
+    async def create_message(request: Request) -> Response:
+        record, headers = await _read(state, request, MessagesRequest)
+        exchange = MessagesExchange(state, record, request_id_of(request))
+        return await _conduct(request, exchange, bool(record.stream), headers)
 
-async def _generate(
-    request: Request,
-    exchange: CompletionExchange | ChatExchange,
-    parameter: str,
-    stream: bool,
-    headers: dict[str, str],
-) -> Response:
-    generation = await until_disconnect(request.receive, exchange.prepare())
-    release = generation.admit(parameter)
-    streaming = False
-    try:
-        if not stream:
-            answer = await until_disconnect(request.receive, exchange.answer())
-            return json_response(answer, headers)
-        events = Events(exchange.events())
-        await until_disconnect(request.receive, events.start())
-        streaming = True
-        return EventStream(events, release, headers)
-    finally:
-        if not streaming:
-            release()
+    @app.post("/v1/messages/count_tokens")
+    async def count_message_tokens(request: Request) -> Response:
+        record, headers = await _read(state, request, MessagesToCount)
+        count = await until_disconnect(request.receive, count_tokens(state, record))
+        return json_response(count, headers)
 
 
 # -- vectors and scores -----------------------------------------------------------------------
@@ -175,44 +217,35 @@ def _add_pooling(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/embeddings")
     async def create_embedding(request: Request) -> Response:
         record, headers = await _read(state, request, EmbeddingRequest)
-        return await _pool(
-            request, EmbeddingExchange(state, record, request_id_of(request)), headers
-        )
+        exchange = EmbeddingExchange(state, record, request_id_of(request))
+        return await _conduct(request, exchange, False, headers)
 
     @app.post("/pooling")
     async def pooling(request: Request) -> Response:
         record, headers = await _read(state, request, PoolingRequest)
         exchange = AnyPoolingExchange(state, record, request_id_of(request))
-        return await _pool(request, exchange, headers)
+        return await _conduct(request, exchange, False, headers)
 
     @app.post("/classify")
     async def classify(request: Request) -> Response:
         record, headers = await _read(state, request, ClassificationRequest)
         exchange = ClassificationExchange(state, record, request_id_of(request))
-        return await _pool(request, exchange, headers)
+        return await _conduct(request, exchange, False, headers)
 
     @app.post("/v1/score", operation_id="score_v1")
     @app.post("/score", operation_id="score")
     async def score(request: Request) -> Response:
         record, headers = await _read(state, request, ScoreRequest)
-        return await _pool(request, ScoreExchange(state, record, request_id_of(request)), headers)
+        exchange = ScoreExchange(state, record, request_id_of(request))
+        return await _conduct(request, exchange, False, headers)
 
     @app.post("/v2/rerank", operation_id="rerank_v2")
     @app.post("/v1/rerank", operation_id="rerank_v1")
     @app.post("/rerank", operation_id="rerank")
     async def rerank(request: Request) -> Response:
         record, headers = await _read(state, request, RerankRequest)
-        return await _pool(request, RerankExchange(state, record, request_id_of(request)), headers)
-
-
-async def _pool(request: Request, exchange: PoolingExchange, headers: dict[str, str]) -> Response:
-    await until_disconnect(request.receive, exchange.prepare())
-    release = exchange.admit()
-    try:
-        answer = await until_disconnect(request.receive, exchange.answer())
-        return json_response(answer, headers)
-    finally:
-        release()
+        exchange = RerankExchange(state, record, request_id_of(request))
+        return await _conduct(request, exchange, False, headers)
 
 
 # -- speech -----------------------------------------------------------------------------------
@@ -235,21 +268,7 @@ async def _transcribe(state: ServerState, request: Request, task: str) -> Respon
         told = [*headers.values(), "no language was given, the recording is taken to be English"]
         headers = {WARNING_HEADER: "; ".join(told)}
     exchange = TranscriptionExchange(state, form, task, request_id_of(request))
-    await until_disconnect(request.receive, exchange.prepare())
-    release = exchange.admit()
-    streaming = False
-    try:
-        if not form.stream:
-            answer = await until_disconnect(request.receive, exchange.answer())
-            answer.headers.update(headers)
-            return answer
-        events = Events(exchange.events())
-        await until_disconnect(request.receive, events.start())
-        streaming = True
-        return EventStream(events, release, headers)
-    finally:
-        if not streaming:
-            release()
+    return await _conduct(request, exchange, form.stream, headers)
 
 
 # -- models -----------------------------------------------------------------------------------

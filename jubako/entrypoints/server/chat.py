@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from jubako.entrypoints.server.chat_turn import ChatTurn, Part
+from jubako.entrypoints.server.exchange import StreamStyle
 from jubako.entrypoints.server.generation import Generation, event, wants_usage
 from jubako.entrypoints.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from jubako.entrypoints.server.protocol import (
@@ -35,6 +36,8 @@ ROLE = "assistant"
 class ChatExchange:
     """One request to /v1/chat/completions, from its record to its answer or its events."""
 
+    stream_style = StreamStyle()
+
     def __init__(self, state: ServerState, request: ChatCompletionRequest, request_id: str) -> None:
         self._state = state
         self._request = request
@@ -53,6 +56,10 @@ class ChatExchange:
             self._echo_text = last["content"]
         self._generation = generation
         return generation
+
+    def admit(self) -> Callable[[], None]:
+        """Take places for its answers; the result gives them back."""
+        return self._generation.admit("messages")
 
     def _check_logprobs(self) -> int | None:
         """How many logprobs beside the chosen token's to ask the engine for; None for none."""

@@ -36,6 +36,8 @@ class Part:
     events: list[Event]
     finish_reason: str | None
     """As OpenAI has it: `tool_calls` where the model stopped to have tools called."""
+    called: bool
+    """Whether the answer has called a tool so far."""
 
 
 class ChatTurn:
@@ -124,7 +126,7 @@ class ChatTurn:
                     reason = completion.finish_reason
                     if reason == "stop" and answer.calls and not self._is_named:
                         reason = "tool_calls"
-                    yield Part(output, completion, events, reason)
+                    yield Part(output, completion, events, reason, called=answer.calls > 0)
 
     @property
     def _is_named(self) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
+from jubako.entrypoints.server.exchange import StreamStyle
 from jubako.entrypoints.server.generation import (
     Generation,
     check_common,
@@ -35,6 +36,8 @@ DEFAULT_MAX_TOKENS = 16
 
 class CompletionExchange:
     """One request to /v1/completions, from its record to its answer or the events of its stream."""
+
+    stream_style = StreamStyle()
 
     def __init__(self, state: ServerState, request: CompletionRequest, request_id: str) -> None:
         self._state = state
@@ -83,6 +86,10 @@ class CompletionExchange:
             ]
         self._generation = Generation(self._state, request, self.id, token_ids, params)
         return self._generation
+
+    def admit(self) -> Callable[[], None]:
+        """Take places for its answers; the result gives them back."""
+        return self._generation.admit("prompt")
 
     def _echo_text(self, given: str | list[int], token_ids: list[int]) -> str:
         if isinstance(given, str) and self._request.truncate_prompt_tokens is None:

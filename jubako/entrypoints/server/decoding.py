@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from jubako.entrypoints.server.errors import ServerError
+from jubako.entrypoints.server.messages_protocol import MESSAGES_NOT_BUILT
 from jubako.entrypoints.server.pooling_protocol import POOLING_NOT_BUILT
 from jubako.entrypoints.server.protocol import NO_EFFECT, NOT_BUILT
 from jubako.entrypoints.server.state import BodyBudget
@@ -20,7 +21,7 @@ from jubako.errors import ValidationError
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 
-_NOT_BUILT = NOT_BUILT | POOLING_NOT_BUILT
+_NOT_BUILT = NOT_BUILT | POOLING_NOT_BUILT | MESSAGES_NOT_BUILT
 _SHOWN_CHARACTERS = 60
 _TYPE_NAMES = {
     "int": "an integer",

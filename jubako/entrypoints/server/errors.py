@@ -81,11 +81,36 @@ def error_body(error: BaseException) -> bytes:
     return msgspec.json.encode(ErrorResponse(error_info(error)))
 
 
-def error_response(error: BaseException) -> Response:
-    """The whole HTTP response for `error`."""
+MESSAGES_PATH = "/v1/messages"
+"""Below it errors have Anthropic's shape."""
+
+_MESSAGES_TYPES = {"server_error": "api_error"}
+
+
+class MessagesError(msgspec.Struct, kw_only=True):
+    """Anthropic's shape of an error, with the same `error` inside."""
+
+    type: str = "error"
+    error: ErrorInfo
+
+
+def messages_error_body(error: BaseException) -> bytes:
+    """The JSON of `error` in Anthropic's shape."""
+    return _messages_error(error_info(error))
+
+
+def _messages_error(info: ErrorInfo) -> bytes:
+    kind = "overloaded_error" if ERROR_TABLE[info.code].status == 503 else info.type
+    info.type = _MESSAGES_TYPES.get(kind, kind)
+    return msgspec.json.encode(MessagesError(error=info))
+
+
+def error_response(error: BaseException, path: str = "") -> Response:
+    """The whole HTTP response for `error`, which a request to `path` ran into."""
     info = error_info(error)
+    anthropic = path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
     return Response(
-        msgspec.json.encode(ErrorResponse(info)),
+        _messages_error(info) if anthropic else msgspec.json.encode(ErrorResponse(info)),
         ERROR_TABLE[info.code].status,
         headers=error_headers(error, info.code),
         media_type="application/json",

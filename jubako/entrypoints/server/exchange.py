@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -19,7 +20,18 @@ from jubako.entrypoints.server.errors import error_body
 
 Result = TypeVar("Result")
 
-DONE = b"data: [DONE]\n\n"
+
+def _error_event(error: BaseException) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+@dataclass(frozen=True)
+class StreamStyle:
+    """How an interface ends a stream and tells of an error in it; by default as OpenAI's."""
+
+    last: bytes = b"data: [DONE]\n\n"
+    error: Callable[[BaseException], bytes] = _error_event
+
 
 HEADERS_WITHIN_SECONDS = 1.0
 """How long the status of a stream may wait for its first event.
@@ -99,7 +111,7 @@ class Events:
 
 
 class EventStream(Response):
-    """Server-sent events, ended by `[DONE]`, also after an error, which is an event as well.
+    """Server-sent events in the style of their interface; an error is an event as well.
 
     `released` is called once when the exchange has ended, however it ended.
     """
@@ -107,7 +119,11 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: Events, released: Callable[[], None], headers: dict[str, str]
+        self,
+        events: Events,
+        released: Callable[[], None],
+        headers: dict[str, str],
+        style: StreamStyle,
     ) -> None:
         # Like every response without a length, this one leaves out the parent's constructor.
         self.status_code = 200
@@ -115,6 +131,7 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         self._events = events
         self._released = released
+        self._style = style
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write the events until they end or the client leaves."""
@@ -135,6 +152,6 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
-            event = b"data: " + error_body(error) + b"\n\n"
+            event = self._style.error(error)
             await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._style.last, "more_body": False})

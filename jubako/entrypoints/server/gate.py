@@ -46,6 +46,7 @@ class Gate:
             raise ServerError("not_found", "Only HTTP is spoken here.")
         began = time.perf_counter()
         request = Request(scope)
+        path = request.url.path
         request_id = _request_id(request)
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0
@@ -73,9 +74,9 @@ class Gate:
             # The server ends and waits for nobody any more.
             if status:
                 raise
-            await error_response(self._state.draining())(scope, receive, tagged_send)
+            await error_response(self._state.draining(), path)(scope, receive, tagged_send)
         except Exception as error:
-            response = error_response(error)
+            response = error_response(error, path)
             if not status:
                 await response(scope, receive, tagged_send)
         finally:
@@ -88,12 +89,16 @@ class Gate:
             return
         given = request.headers.get("authorization", "")
         scheme, _, token = given.partition(" ")
+        if not given:
+            # Anthropic's clients have a header of their own.
+            scheme, token = "bearer", request.headers.get("x-api-key", "")
         # Digests have one length, so the comparison tells nothing about the key's.
         same = hmac.compare_digest(_digest(token.strip().encode("latin-1")), self._key_digest)
         if scheme.lower() != "bearer" or not same:
             raise ServerError(
                 "invalid_api_key",
-                "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.",
+                "The API key is missing or wrong; send it as 'Authorization: Bearer KEY' "
+                "or as 'X-API-Key: KEY'.",
             )
 
 

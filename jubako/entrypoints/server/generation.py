@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -194,7 +193,7 @@ class Generation:
         at_fault = "n" if requests > len(self.prompts) == 1 else parameter
         return self.state.admission.admit(requests, tokens, at_fault)
 
-    async def _start(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+    def _start(self, index: int) -> AsyncGenerator[RequestOutput, None]:
         request_id = self.request_id
         if len(self.prompts) > 1:
             request_id += f"-{index}"
@@ -205,13 +204,7 @@ class Generation:
             priority=self.request.priority or 0,
             cache_salt=self.request.cache_salt,
         )
-        self.state.request_ids[request_id] += 1
-        try:
-            async with aclosing(source):
-                async for output in source:
-                    yield output
-        finally:
-            self.state.request_ids -= Counter([request_id])
+        return self.state.running(request_id, source)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of all prompts as they come."""

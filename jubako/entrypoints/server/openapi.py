@@ -9,6 +9,12 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from jubako.entrypoints.server.errors import ErrorResponse
+from jubako.entrypoints.server.messages_protocol import (
+    MessagesRequest,
+    MessagesResponse,
+    MessagesToCount,
+    TokenCount,
+)
 from jubako.entrypoints.server.pooling_protocol import (
     ClassificationRequest,
     ClassificationResponse,
@@ -55,6 +61,8 @@ _FORM: dict[str, Any] = {
 _BODIES: dict[str, tuple[type | None, type]] = {
     "/v1/completions": (CompletionRequest, CompletionResponse),
     "/v1/chat/completions": (ChatCompletionRequest, ChatCompletionResponse),
+    "/v1/messages": (MessagesRequest, MessagesResponse),
+    "/v1/messages/count_tokens": (MessagesToCount, TokenCount),
     "/v1/models": (None, ModelList),
     "/v1/models/{model}": (None, ModelCard),
     "/v1/embeddings": (EmbeddingRequest, EmbeddingResponse),
@@ -73,7 +81,7 @@ _BODIES: dict[str, tuple[type | None, type]] = {
 """Path → records of the request's body and of the answer."""
 
 _FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
-_STREAMS = _FORMS | {"/v1/completions", "/v1/chat/completions"}
+_STREAMS = _FORMS | {"/v1/completions", "/v1/chat/completions", "/v1/messages"}
 
 
 def openapi_document(app: FastAPI) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
@@ -138,13 +137,9 @@ class PoolingExchange:
             priority=self.base.priority or 0,
             cache_salt=self.base.cache_salt,
         )
-        self.state.request_ids[request_id] += 1
-        try:
-            async with aclosing(source):
-                async for output in source:
-                    return self._checked(output)
-        finally:
-            self.state.request_ids -= Counter([request_id])
+        async with aclosing(self.state.running(request_id, source)) as outputs:
+            async for output in outputs:
+                return self._checked(output)
         raise EngineGenerateError("The engine gave no answer to this request.")
 
     def _checked(self, output: Result) -> Result:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jubako.config import ServerConfig
 from jubako.entrypoints.default_sampling import default_sampling_values
@@ -18,6 +19,8 @@ from jubako.frontend.answers.registry import ModelStyle, model_style
 
 if TYPE_CHECKING:
     from jubako.frontend.async_llm import AsyncLLM
+
+Output = TypeVar("Output")
 
 BODIES_AT_ONCE = 16
 """How many bodies of the largest size may be in memory at once."""
@@ -188,6 +191,20 @@ class ServerState:
     def draining() -> ServerError:
         """What is said to those who come too late."""
         return ServerError("draining", "The server is shutting down; try another one.")
+
+    # -- engine requests ----------------------------------------------------------------------
+
+    async def running(
+        self, request_id: str, source: AsyncGenerator[Output, None]
+    ) -> AsyncGenerator[Output, None]:
+        """`source`, the outputs of an engine request that counts as running until it is closed."""
+        self.request_ids[request_id] += 1
+        try:
+            async with aclosing(source):
+                async for output in source:
+                    yield output
+        finally:
+            self.request_ids -= Counter([request_id])
 
     # -- open exchanges -----------------------------------------------------------------------
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import msgspec
 from starlette.responses import Response
 
-from jubako.entrypoints.server.exchange import settle
+from jubako.entrypoints.server.exchange import StreamStyle, settle
 from jubako.entrypoints.server.generation import check_model, event
 from jubako.entrypoints.server.state import ServerState
 from jubako.entrypoints.server.transcription_form import TranscriptionForm
@@ -32,6 +31,7 @@ from jubako.sampling_params import RequestOutputKind, SamplingParams
 class TranscriptionExchange:
     """One recording, which is one engine request for each of its pieces."""
 
+    stream_style = StreamStyle()
     job: TranscriptionJob
     transcriber: Transcriber
 
@@ -61,7 +61,7 @@ class TranscriptionExchange:
         self.state.bodies.take(size)
         try:
             self.job = await asyncio.to_thread(
-                self.transcriber.prepare, self.form.file, self.options
+                self.transcriber.prepare, self.form.file, self.transcriber.plan(self.options)
             )
         except ValidationError as error:
             if error.parameter == "audio":
@@ -108,18 +108,14 @@ class TranscriptionExchange:
     ) -> AsyncGenerator[RequestOutput, None]:
         request_id = self.id if len(self.job.prompts) == 1 else f"{self.id}-{index}"
         source = self.state.engine.generate(self.job.prompts[index], params, request_id)
-        self.state.request_ids[request_id] += 1
-        try:
-            async with aclosing(source):
-                async for output in source:
-                    reason = output.outputs[0].finish_reason
-                    if reason == "abort":
-                        self.state.check_accepting()
-                    if reason in ("abort", "error"):
-                        raise EngineGenerateError("The engine could not finish this request.")
-                    yield output
-        finally:
-            self.state.request_ids -= Counter([request_id])
+        async with aclosing(self.state.running(request_id, source)) as outputs:
+            async for output in outputs:
+                reason = output.outputs[0].finish_reason
+                if reason == "abort":
+                    self.state.check_accepting()
+                if reason in ("abort", "error"):
+                    raise EngineGenerateError("The engine could not finish this request.")
+                yield output
 
     # -- streamed -----------------------------------------------------------------------------
 
