@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": ("complete",),
     "chat": (),
     "serve": (),
+    "run-batch": (),
     "bench": (),
     "profile": (),
     "doctor": ("collect-env",),
@@ -38,6 +39,7 @@ _SUMMARIES = {
     "generate": "continue a text",
     "chat": "talk to the model",
     "serve": "answer OpenAI's HTTP interface",
+    "run-batch": "answer a file of requests, in OpenAI's batch format",
     "bench": "measure latency, throughput, a server, or the start",
     "profile": "show where the time of a step goes",
     "doctor": "show what this machine has and what Jubako would use",
@@ -91,7 +93,7 @@ def build_parser() -> Parser:
 
 def _filler(name: str) -> Callable[[argparse.ArgumentParser], None]:
     def fill(parser: argparse.ArgumentParser) -> None:
-        module = import_module(f"jubako.entrypoints.commands.{name}")
+        module = import_module(f"jubako.entrypoints.commands.{name.replace('-', '_')}")
         module.add_arguments(parser)
         parser.set_defaults(run=module.run)
 

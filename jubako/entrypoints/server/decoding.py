@@ -15,7 +15,12 @@ from starlette.requests import ClientDisconnect, Request
 from jubako.entrypoints.server.errors import ServerError
 from jubako.entrypoints.server.messages_protocol import MESSAGES_NOT_BUILT
 from jubako.entrypoints.server.pooling_protocol import POOLING_NOT_BUILT
-from jubako.entrypoints.server.protocol import NO_EFFECT, NOT_BUILT
+from jubako.entrypoints.server.protocol import (
+    NO_EFFECT,
+    NOT_BUILT,
+    OLD_NAMES,
+    GenerationRequest,
+)
 from jubako.entrypoints.server.state import BodyBudget
 from jubako.errors import ValidationError
 
@@ -119,6 +124,12 @@ def decode(body: bytes, record: type[Record]) -> tuple[Record, list[str]]:
     for name, given in value.items():
         if name in record.__struct_fields__ or name in NO_EFFECT:
             continue
+        if name in OLD_NAMES and issubclass(record, GenerationRequest) and given is not None:
+            raise ValidationError(
+                f"{name} is not a field any more; use {OLD_NAMES[name]} instead.",
+                name,
+                code="unsupported_parameter",
+            )
         if name not in not_built:
             unknown.append(name)
         elif given is not None and not any(_same(given, v) for v in not_built[name]):

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from jubako.entrypoints.server.errors import ServerError
+from jubako.entrypoints.server.forms import as_client_named, read_form
 from jubako.entrypoints.server.gate import REQUEST_ID
 from jubako.entrypoints.server.protocol import (
     ChatCompletionRequest,
@@ -67,7 +68,13 @@ def sampling_params(
     if echo_logprobs and values.get("prompt_logprobs") is None:
         values["prompt_logprobs"] = logprobs
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
+    return SamplingParams(
+        **values,
+        structured_outputs=read_form(request),
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        output_kind=kind,
+    )
 
 
 def check_common(state: ServerState, request: GenerationRequest) -> None:
@@ -208,6 +215,14 @@ class Generation:
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of all prompts as they come."""
+        async with aclosing(self._outputs()) as outputs:
+            try:
+                async for output in outputs:
+                    yield output
+            except ValidationError as error:
+                raise as_client_named(error, self.request) from None
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         if len(self.prompts) == 1:
             async with aclosing(self._start(0)) as source:
                 async for output in source:

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from jubako.sampling_params import StructuredOutputsParams
+
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """An integer that fits into the wire format."""
 
@@ -60,6 +62,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -111,13 +115,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 Neutral = tuple[Any, ...]
 
 _NOT_BUILT_BOTH: dict[str, Neutral] = {
-    "structured_outputs": ({},),
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structural_tag": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
@@ -151,6 +148,18 @@ NOT_BUILT: dict[type, dict[str, Neutral]] = {
     DetokenizeRequest: {},
 }
 """Request type → field → values, besides null, that ask for nothing."""
+
+OLD_NAMES = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json_object": "structured_outputs.json_object",
+    "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
+    "guided_decoding_backend": "structured_outputs, without a choice of backends",
+    "structural_tag": "structured_outputs.structural_tag",
+}
+"""Field that clients used to send → what to send instead."""
 
 NO_EFFECT = frozenset(
     {
