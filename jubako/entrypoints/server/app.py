@@ -56,6 +56,9 @@ from jubako.entrypoints.server.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from jubako.entrypoints.server.response_store import ResponseStore
+from jubako.entrypoints.server.responses import ResponsesExchange, cancel
+from jubako.entrypoints.server.responses_protocol import DeletedResponse, ResponsesRequest
 from jubako.entrypoints.server.scoring import RerankExchange, ScoreExchange
 from jubako.entrypoints.server.state import ServerState
 from jubako.entrypoints.server.tools import checked_tools
@@ -196,6 +199,27 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         record, headers = await _read(state, request, ChatCompletionRequest)
         exchange = ChatExchange(state, record, request_id_of(request))
         return await _conduct(request, exchange, bool(record.stream), headers)
+
+    responses = ResponseStore()
+
+    @app.post("/v1/responses")
+    async def create_response(request: Request) -> Response:
+        record, headers = await _read(state, request, ResponsesRequest)
+        exchange = ResponsesExchange(state, responses, record, request_id_of(request))
+        return await _conduct(request, exchange, bool(record.stream), headers)
+
+    @app.get("/v1/responses/{response_id}")
+    async def retrieve_response(response_id: str) -> Response:
+        return json_response(responses.get(response_id).response)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str) -> Response:
+        responses.delete(response_id)
+        return json_response(DeletedResponse(id=response_id))
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel_response(response_id: str) -> Response:
+        return json_response(await cancel(responses, response_id))
 
     @app.post("/v1/messages")
     async def create_message(request: Request) -> Response:

@@ -21,12 +21,13 @@ from jubako.entrypoints.server.protocol import (
     OLD_NAMES,
     GenerationRequest,
 )
+from jubako.entrypoints.server.responses_protocol import RESPONSES_NOT_BUILT
 from jubako.entrypoints.server.state import BodyBudget
 from jubako.errors import ValidationError
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 
-_NOT_BUILT = NOT_BUILT | POOLING_NOT_BUILT | MESSAGES_NOT_BUILT
+_NOT_BUILT = NOT_BUILT | POOLING_NOT_BUILT | MESSAGES_NOT_BUILT | RESPONSES_NOT_BUILT
 _SHOWN_CHARACTERS = 60
 _TYPE_NAMES = {
     "int": "an integer",
@@ -126,7 +127,7 @@ def decode(body: bytes, record: type[Record]) -> tuple[Record, list[str]]:
             continue
         if name in OLD_NAMES and issubclass(record, GenerationRequest) and given is not None:
             raise ValidationError(
-                f"{name} is not a field any more; use {OLD_NAMES[name]} instead.",
+                f"{name} is not supported; use {OLD_NAMES[name]} instead.",
                 name,
                 code="unsupported_parameter",
             )

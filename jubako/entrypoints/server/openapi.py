@@ -39,6 +39,10 @@ from jubako.entrypoints.server.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from jubako.entrypoints.server.responses_protocol import (
+    ResponseObject,
+    ResponsesRequest,
+)
 from jubako.entrypoints.server.transcription_form import Format
 from jubako.entrypoints.server.transcription_formats import TranscriptionResponse
 
@@ -61,6 +65,9 @@ _FORM: dict[str, Any] = {
 _BODIES: dict[str, tuple[type | None, type]] = {
     "/v1/completions": (CompletionRequest, CompletionResponse),
     "/v1/chat/completions": (ChatCompletionRequest, ChatCompletionResponse),
+    "/v1/responses": (ResponsesRequest, ResponseObject),
+    "/v1/responses/{response_id}": (None, ResponseObject),
+    "/v1/responses/{response_id}/cancel": (None, ResponseObject),
     "/v1/messages": (MessagesRequest, MessagesResponse),
     "/v1/messages/count_tokens": (MessagesToCount, TokenCount),
     "/v1/models": (None, ModelList),
@@ -81,7 +88,7 @@ _BODIES: dict[str, tuple[type | None, type]] = {
 """Path → records of the request's body and of the answer."""
 
 _FORMS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
-_STREAMS = _FORMS | {"/v1/completions", "/v1/chat/completions", "/v1/messages"}
+_STREAMS = _FORMS | {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
 
 
 def openapi_document(app: FastAPI) -> dict[str, Any]:
