@@ -25,6 +25,15 @@ class DeviceConfig:
         "Which implementation of the kernels. cpu: native code; reference: PyTorch's operators; "
         "auto: native code on a CPU where it was built.",
     )
+    weight_cache: str = option(
+        "auto",
+        "Folder that keeps weights as the native kernels read them, for the next start. auto: in "
+        "Jubako's cache folder; off: nothing is kept.",
+    )
+    weight_cache_bytes: int = option(
+        16 * 2**30,
+        "Most that --weight-cache takes, for example 20GiB; the least recently used go first.",
+    )
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -32,4 +41,13 @@ class DeviceConfig:
             raise ConfigError(
                 f"num_threads={self.num_threads} must be at least 1 and at most {MAX_THREADS}.",
                 "num_threads",
+            )
+        if not self.weight_cache.strip():
+            raise ConfigError(
+                "weight_cache is empty; give a folder, or auto or off.", "weight_cache"
+            )
+        if self.weight_cache_bytes < 0:
+            raise ConfigError(
+                f"weight_cache_bytes={self.weight_cache_bytes} must be at least 0.",
+                "weight_cache_bytes",
             )

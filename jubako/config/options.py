@@ -78,7 +78,8 @@ def convert(field: dataclasses.Field[Any], annotation: Any, text: str) -> Any:
     return base(text)
 
 
-def _fields(concern: type) -> list[tuple[dataclasses.Field[Any], Any]]:
+def fields_of(concern: type) -> list[tuple[dataclasses.Field[Any], Any]]:
+    """The options of a concern, with their types."""
     hints = typing.get_type_hints(concern)
     return [(f, hints[f.name]) for f in dataclasses.fields(concern) if "help" in f.metadata]
 
@@ -94,7 +95,7 @@ def add_arguments(
     for concern in concerns:
         doc = (concern.__doc__ or "").strip().splitlines()[0]
         group = parser.add_argument_group(concern.__name__.removesuffix("Config").lower(), doc)
-        for field, annotation in _fields(concern):
+        for field, annotation in fields_of(concern):
             if field.name not in skip:
                 _add_argument(group, field, annotation, env)
 

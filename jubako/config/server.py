@@ -17,6 +17,15 @@ class ServerConfig:
     )
     port: int = option(8000, "TCP port; 0 picks a free one.")
     api_key: str | None = option(None, "Key that clients must send as a bearer token.")
+    ssl_certfile: str | None = option(
+        None, "PEM file of the certificate; the server then speaks HTTPS."
+    )
+    ssl_keyfile: str | None = option(
+        None, "PEM file of the certificate's key, if it is not in the same file."
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), "Origins whose web pages may use the server, separated by commas; * for all."
+    )
     chat_template: str | None = option(None, "Jinja file that replaces the model's chat template.")
     tool_call_parser: str = option(
         "auto", "How the model writes tool calls; auto finds out from its chat template."
@@ -41,6 +50,8 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", name)
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile needs ssl_certfile.", "ssl_keyfile")
         if not self.drain_timeout >= 0:
             raise ConfigError(
                 f"drain_timeout={self.drain_timeout} must be at least 0.", "drain_timeout"

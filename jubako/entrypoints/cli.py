@@ -60,11 +60,34 @@ class Parser(argparse.ArgumentParser):
         fill, self._fill = self._fill, None
         if fill is not None:
             fill(self)
+            _take_config_file(self, args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and end."""
         self.exit(EXIT_BAD_OPTION, f"jubako: error: {message} (try: {self.prog} --help)\n")
+
+
+def _take_config_file(parser: argparse.ArgumentParser, args: Sequence[str]) -> None:
+    """Make what the file of `--config` says the defaults of `parser`."""
+    if "--config" not in parser._option_string_actions:
+        return
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--config")
+    try:
+        path = finder.parse_known_args(args)[0].config
+    except argparse.ArgumentError:
+        # Without a value; the parser itself says so.
+        return
+    if path is None:
+        return
+    from jubako.config import ENGINE_CONCERNS, ServerConfig
+    from jubako.config.file import file_values
+
+    options = {action.dest for action in parser._actions}
+    # A file may serve several commands: what this one does not have, it need not know.
+    values = file_values(path, (*ENGINE_CONCERNS, ServerConfig))
+    parser.set_defaults(**{name: value for name, value in values.items() if name in options})
 
 
 def build_parser() -> Parser:

@@ -63,10 +63,12 @@ def summarise(requests: Sequence[RequestTimes], seconds: float) -> dict[str, Any
     Times are in milliseconds: `ttft_ms` from sending to the first delivery, `tbt_ms` between
     deliveries, `tpot_ms` a token after the first, `e2e_ms` from sending to the last.
     """
-    good = [r for r in requests if r.error is None and r.arrivals]
+    good = []
     errors: dict[str, int] = {}
     for request in requests:
-        if request not in good:
+        if request.error is None and request.arrivals:
+            good.append(request)
+        else:
             reason = request.error or "no output"
             errors[reason] = errors.get(reason, 0) + 1
     gaps = [1e3 * (b - a) for r in good for a, b in zip(r.arrivals, r.arrivals[1:])]

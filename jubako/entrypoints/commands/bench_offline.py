@@ -9,6 +9,7 @@ from jubako.entrypoints.commands.bench_options import (
     add_report_arguments,
     add_workload_arguments,
     at_least,
+    reported_options,
     workloads,
 )
 from jubako.entrypoints.commands.engine_options import add_engine_arguments, engine_config
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             measure(engine, workload, num_warmups=args.num_warmups, num_runs=args.num_runs)
             for workload in wanted
         ]
-        options = _options(args) | {"model": engine.ready.model, "dtype": _dtype(engine)}
+        options = reported_options(args) | {"model": engine.ready.model, "dtype": _dtype(engine)}
     finally:
         engine.shutdown()
     _print(results)
@@ -73,11 +74,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _dtype(engine: Any) -> str:
     return str(engine.config.model_config.dtype)
-
-
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    hidden = ("run", "run_kind", "random_defaults")
-    return {name: value for name, value in vars(args).items() if name not in hidden}
 
 
 def _print(results: list[dict[str, Any]]) -> None:

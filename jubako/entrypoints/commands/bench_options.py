@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from jubako.entrypoints.benchmarking.workloads import FIXED, Workload, fixed, uniform
 from jubako.errors import ConfigError
@@ -53,6 +54,12 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", "--output-json", metavar="FILE", help="Write the report as JSON."
     )
+
+
+def reported_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What a report says of the flags, without what the parser keeps beside them."""
+    hidden = ("run", "run_kind", "random_defaults")
+    return {name: value for name, value in vars(args).items() if name not in hidden}
 
 
 def workloads(args: argparse.Namespace) -> list[Workload]:

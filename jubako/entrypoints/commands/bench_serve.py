@@ -13,6 +13,7 @@ from jubako.entrypoints.commands.bench_options import (
     add_report_arguments,
     add_workload_arguments,
     at_least,
+    reported_options,
     workloads,
 )
 from jubako.errors import ConfigError
@@ -87,8 +88,7 @@ def run(args: argparse.Namespace) -> int:
             about = {"workload": workload.name, "num_requests": len(workload.shapes)}
             results.append(about | {"max_concurrency": level} | figures)
     _print(results)
-    hidden = ("run", "run_kind", "random_defaults")
-    options = {n: v for n, v in vars(args).items() if n not in hidden} | {"model": model}
+    options = reported_options(args) | {"model": model}
     # JSON has no infinity.
     options["request_rate"] = str(args.request_rate)
     report.write_report(report.make_report("serve", options, results), args.output)

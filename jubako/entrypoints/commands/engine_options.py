@@ -16,6 +16,11 @@ def add_engine_arguments(
     parser: argparse.ArgumentParser, *, quiet: bool, skip: Iterable[str] = ()
 ) -> None:
     """Flags of the engine. `quiet` commands log warnings only, unless told otherwise."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file of options, by the names of their flags; flags and variables go before it.",
+    )
     add_arguments(parser, ENGINE_CONCERNS, skip=skip)
     if quiet and LOG_LEVEL_VARIABLE not in os.environ:
         parser.set_defaults(log_level="warning")

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -91,6 +92,14 @@ def build_app(state: ServerState, registry: CollectorRegistry) -> ASGIApp:
         redirect_slashes=False,
         redoc_url=None,
     )
+    if state.config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(state.config.allowed_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=[WARNING_HEADER, "X-Request-Id", "Retry-After"],
+        )
     app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
     _add_generation(app, state)
     _add_pooling(app, state)

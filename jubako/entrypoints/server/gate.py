@@ -85,7 +85,9 @@ class Gate:
             self._metrics.observe(scope, status, time.perf_counter() - began)
 
     def _check_key(self, request: Request) -> None:
-        if self._key_digest is None or request.url.path in OPEN_PATHS:
+        # Before a page of another origin sends a key, its browser asks whether it may.
+        open_to_all = request.url.path in OPEN_PATHS or request.method == "OPTIONS"
+        if self._key_digest is None or open_to_all:
             return
         given = request.headers.get("authorization", "")
         scheme, _, token = given.partition(" ")

@@ -13,6 +13,7 @@ import contextlib
 import ipaddress
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -70,6 +71,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def open_listener(config: ServerConfig) -> socket.socket:
     """A socket bound to the configured address; `ConfigError` says why there is none."""
+    check_certificate(config)
     try:
         found = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -96,6 +98,21 @@ def open_listener(config: ServerConfig) -> socket.socket:
             config.host,
         )
     return listener
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """Raise `ConfigError` unless the files of the certificate can be used."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            config.ssl_certfile, config.ssl_keyfile
+        )
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"ssl_certfile={config.ssl_certfile!r} cannot be used: {reason}.", "ssl_certfile"
+        ) from None
 
 
 def read_chat_template(path: str | None) -> str | None:
@@ -157,6 +174,8 @@ class HttpServer:
                 log_level="critical",
                 access_log=False,
                 server_header=False,
+                ssl_certfile=self._config.ssl_certfile,
+                ssl_keyfile=self._config.ssl_keyfile,
                 timeout_graceful_shutdown=CLOSE_TIMEOUT_SECONDS,
             )
         )
@@ -267,7 +286,8 @@ class HttpServer:
 
     def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if self._config.ssl_certfile is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def _until_dead(engine: AsyncLLM) -> bool:
