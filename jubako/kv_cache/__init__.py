@@ -26,12 +26,11 @@ if TYPE_CHECKING:
         encode_kv_cache_config,
     )
     from jubako.kv_cache.coordinator import (
-        HybridKVCacheCoordinator,
         KVCacheCoordinator,
         KVCacheCoordinatorNoPrefixCache,
         UnitaryKVCacheCoordinator,
-        get_kv_cache_coordinator,
     )
+    from jubako.kv_cache.coordinator_choice import get_kv_cache_coordinator
     from jubako.kv_cache.events import (
         AllBlocksCleared,
         BlockRemoved,
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
         init_none_hash,
         make_block_hash_with_group_id,
     )
+    from jubako.kv_cache.hybrid_coordinator import HybridKVCacheCoordinator
     from jubako.kv_cache.kv_cache_manager import KVCacheManager
     from jubako.kv_cache.local_blocks import LocalBlocks
     from jubako.kv_cache.metrics import (
@@ -179,11 +179,13 @@ __getattr__ = exports_on_use(
         "blocks",
         "config",
         "coordinator",
+        "coordinator_choice",
         "events",
         "free_queue",
         "grouping",
         "hash_map",
         "hashing",
+        "hybrid_coordinator",
         "kv_cache_manager",
         "local_blocks",
         "metrics",

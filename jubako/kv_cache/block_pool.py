@@ -9,30 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from jubako.kv_cache.block_announcer import BlockAnnouncer
 from jubako.kv_cache.blocks import BlockHash, KVCacheBlock
 from jubako.kv_cache.errors import ImpossibleCacheError
-from jubako.kv_cache.events import (
-    MEDIUM_GPU,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    Event,
-    external_block_hash,
-)
+from jubako.kv_cache.events import Event
 from jubako.kv_cache.free_queue import FreeKVCacheBlockQueue
-from jubako.kv_cache.hash_map import BlockHashToBlockMap, Entry
-from jubako.kv_cache.hashing import (
-    ExternalBlockHash,
-    group_of,
-    group_suffix,
-)
+from jubako.kv_cache.hash_map import BlockHashToBlockMap
+from jubako.kv_cache.hashing import group_of, group_suffix
 from jubako.kv_cache.lookup_memory import LookupMemory
 from jubako.kv_cache.metrics import KVCacheMetricsCollector
 from jubako.kv_cache.recent_blocks import RecentBlocks
 from jubako.kv_cache.request import KVCacheRequest
-from jubako.kv_cache.request_hashing import generate_block_hash_extra_keys
 from jubako.kv_cache.state_index import StateIndex
 
 logger = logging.getLogger(__name__)
@@ -70,13 +58,14 @@ class BlockPool:
             block.home = self
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
         self.cached_block_hash_to_block = BlockHashToBlockMap()
-        self.kv_event_queue: list[Event] = []
+        self._announcer = BlockAnnouncer(hash_block_size, use_int_block_hashes)
         self.version = 0
         """Rises whenever the answer to a lookup may have changed."""
         self.lookup_memory = LookupMemory()
         self._registered = RecentBlocks(num_gpu_blocks)
         self._handed_out = RecentBlocks(num_gpu_blocks)
         self._state_indexes: dict[int, StateIndex] = {}
+        self._group_suffixes: list[bytes] = []
 
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
@@ -113,15 +102,12 @@ class BlockPool:
         kv_cache_group_ids: Sequence[int],
     ) -> tuple[list[KVCacheBlock], ...]:
         """For each group the blocks of hashes `start` to `stop`, up to the first that any lacks."""
+        if len(kv_cache_group_ids) == len(self._group_suffixes):
+            suffixes = self._group_suffixes
+        else:
+            suffixes = [group_suffix(group_id) for group_id in kv_cache_group_ids]
         get_run = self.cached_block_hash_to_block.get_run
-        runs: list[list[KVCacheBlock]] = []
-        for group_id in kv_cache_group_ids:
-            run = get_run(block_hashes, start, stop, group_suffix(group_id))
-            stop = start + len(run)
-            runs.append(run)
-        for run in runs:
-            del run[stop - start :]
-        return tuple(runs)
+        return tuple(get_run(block_hashes, start, stop, suffixes))
 
     def index_states(self, kv_cache_group_id: int) -> None:
         """Keep the blocks of a group so that the last one of a prefix is found without a walk."""
@@ -178,18 +164,17 @@ class BlockPool:
         add = self.cached_block_hash_to_block.add
         suffix = group_suffix(kv_cache_group_id)
         events = self.enable_kv_cache_events
-        request_id = request.request_id
+        announce = self._announcer.stored
         passed_over: list[int] = []
         run_start = index = num_cached_blocks
         registered = blocks[num_cached_blocks:num_full_blocks]
-        done = not events and self._register_all(request_id, registered, own_hashes, suffix, index)
-        for block_hash in () if done else own_hashes:
+        for block_hash in own_hashes:
             block = blocks[index]
             announced = False
             if block._block_hash is None and not block.is_null:
                 block._block_hash = block_hash
                 block.group_suffix = suffix
-                block.registered_by = request_id
+                block.registered_by = request.request_id
                 block.table_index = index
                 announced = add(block_hash, suffix, block)
             else:
@@ -197,7 +182,7 @@ class BlockPool:
                 passed_over.append(index)
             index += 1
             if events and not announced:
-                self._announce_stored(request, run_start, index - 1, block_size, kv_cache_group_id)
+                announce(request, run_start, index - 1, block_size, kv_cache_group_id)
                 run_start = index
         if passed_over:
             gone = set(passed_over)
@@ -208,82 +193,56 @@ class BlockPool:
             self._state_indexes
             and (states := self._state_indexes.get(kv_cache_group_id)) is not None
         ):
-            for block in registered:
-                states.add(block.block_id, hashes, scale, block.table_index)
+            for index in range(num_cached_blocks, num_full_blocks):
+                if index not in passed_over:
+                    states.add(blocks[index].block_id, hashes, scale, index)
         self.version += 1
         if self.lookup_memory.active:
             self.lookup_memory.changed(own_hashes)
         if self.enable_kv_cache_events:
-            self._announce_stored(
-                request, run_start, num_full_blocks, block_size, kv_cache_group_id
-            )
+            announce(request, run_start, num_full_blocks, block_size, kv_cache_group_id)
 
-    def _register_all(
+    def declare_groups(self, num_groups: int) -> None:
+        """Blocks will be registered for groups 0 to `num_groups`."""
+        suffixes = [group_suffix(group_id) for group_id in range(num_groups)]
+        for suffix in suffixes:
+            self.cached_block_hash_to_block.column_of(suffix)
+        self._group_suffixes = suffixes
+
+    @property
+    def registers_rows(self) -> bool:
+        """Whether `cache_rows` notes all that is to be noted."""
+        return not (self.enable_kv_cache_events or self._state_indexes)
+
+    def cache_rows(
         self,
-        request_id: str,
-        blocks: Sequence[KVCacheBlock],
         block_hashes: Sequence[BlockHash],
-        suffix: bytes,
-        index: int,
-    ) -> bool:
-        """Register real blocks that are not findable yet; False, and no change, for others."""
-        if any([b._block_hash is not None or b.is_null for b in blocks]):  # noqa: C419 (quicker)
-            return False
-        self.cached_block_hash_to_block.add_all(block_hashes, suffix, list(blocks))
-        for block, block_hash in zip(blocks, block_hashes):
-            block._block_hash = block_hash
-            block.group_suffix = suffix
-            block.registered_by = request_id
-            block.table_index = index
-            index += 1
-        return True
+        columns: Sequence[Sequence[KVCacheBlock]],
+        request_ids: Sequence[str],
+        indices: Sequence[int],
+    ) -> None:
+        """Make real blocks findable in all declared groups, whose block sizes are the same.
 
-    def entries_of(
-        self, kv_cache_group_ids: Sequence[int]
-    ) -> list[tuple[bytes, dict[BlockHash, Entry]]]:
-        """For each group the suffix of its keys, and what it has under which hash, for good."""
-        suffixes = map(group_suffix, kv_cache_group_ids)
-        return [(s, self.cached_block_hash_to_block.of_group(s)) for s in suffixes]
-
-    def cache_filled_block(
-        self,
-        request: KVCacheRequest,
-        index: int,
-        block_size: int,
-        tables: Sequence[Sequence[KVCacheBlock]],
-        named: Sequence[tuple[bytes, dict[BlockHash, Entry]]],
-    ) -> bool:
-        """Make entry `index` of every group's table findable, for groups of one block size.
-
-        `named` are the `entries_of` the groups.
-
-        What `cache_full_blocks` would do for one entry in each group; False, and no change, where
-        more than that is to be noted.
+        `columns` has for each group the blocks under `block_hashes`; `request_ids` and `indices`
+        say in whose tables they are, and where. AssertionError if a block has a hash already.
         """
-        if self.enable_kv_cache_events or self._state_indexes:
-            return False
-        last_hash = (index + 1) * block_size // self.hash_block_size - 1
-        block_hash = request.block_hashes[last_hash]
-        request_id = request.request_id
-        null_block = self.null_block
-        registered = []
-        for table, (suffix, entries) in zip(tables, named):
-            block = table[index]
-            if block is null_block:
-                continue
-            assert block._block_hash is None, f"block {block.block_id} already has a hash"
-            block._block_hash = block_hash
-            block.group_suffix = suffix
-            block.registered_by = request_id
-            block.table_index = index
-            if entries.setdefault(block_hash, block) is not block:
-                self.cached_block_hash_to_block.add_copy(entries, block_hash, block)
-            registered.append(block)
-        self._registered.add(registered)
+        for column, suffix in zip(columns, self._group_suffixes):
+            assert len(column) == len(block_hashes), (
+                f"{len(column)} full blocks, but {len(block_hashes)} block hashes"
+            )
+            rows = zip(column, block_hashes, request_ids, indices)
+            for block, block_hash, request_id, index in rows:
+                assert block._block_hash is None, f"block {block.block_id} already has a hash"
+                block._block_hash = block_hash
+                block.group_suffix = suffix
+                block.registered_by = request_id
+                block.table_index = index
+            self._registered.add(column)
+        assert self.null_block._block_hash is None, "a null entry is never registered"
+        self.cached_block_hash_to_block.add_rows(block_hashes, columns)
         self.version += 1
         if self.lookup_memory.active:
-            self.lookup_memory.changed((block_hash,))
-        return True
+            self.lookup_memory.changed(block_hashes)
 
     def take_registered_block_ids(self) -> list[int]:
         """Ids that became findable since the last call.
@@ -322,9 +281,9 @@ class BlockPool:
         for block in blocks:
             if block._block_hash is not None:
                 self._maybe_evict_cached_block(block)
-            assert block.ref_cnt == 0, f"free block {block.block_id} has owners: {block.ref_cnt}"
+            assert not block.ref_cnt, f"free block {block.block_id} has owners: {block.ref_cnt}"
             block.ref_cnt = 1
-        self._handed_out.add(blocks)
+        self._handed_out.add(blocks.copy())
         return blocks
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -335,13 +294,11 @@ class BlockPool:
         for block in blocks:
             if block.home is not self:
                 raise AssertionError(f"KV block {block.block_id} belongs to another pool")
-        remove = self.free_block_queue.remove
         for block in blocks:
-            if block.ref_cnt == 0:
-                if block.is_null:
-                    continue
-                remove(block)
-            block.ref_cnt += 1
+            ref_cnt = block.ref_cnt
+            if not ref_cnt and not block.is_null:
+                self.free_block_queue.remove(block)
+            block.ref_cnt = ref_cnt + 1
         if self.metrics_collector is not None:
             for block in blocks:
                 if not block.is_null:
@@ -355,17 +312,18 @@ class BlockPool:
         """
         unowned: list[KVCacheBlock] = []
         ordered = list(ordered_blocks)
-        for position, block in enumerate(ordered):
-            ref_cnt = block.ref_cnt
-            if ref_cnt <= 0 or block.home is not self:
+        remaining = iter(ordered)
+        for block in remaining:
+            ref_cnt = block.ref_cnt - 1
+            if ref_cnt < 0 or block.home is not self:
                 if block.is_null and block.home is self:
                     continue
-                for earlier in ordered[:position]:
+                for earlier in ordered[: len(ordered) - len(list(remaining)) - 1]:
                     earlier.ref_cnt += not earlier.is_null
                 fault = "is released twice" if block.home is self else "belongs to another pool"
                 raise AssertionError(f"KV block {block.block_id} {fault}")
-            block.ref_cnt = ref_cnt = ref_cnt - 1
-            if ref_cnt == 0 and not block.is_null:
+            block.ref_cnt = ref_cnt
+            if not ref_cnt and not block.is_null:
                 unowned.append(block)
         if self.free_unhashed_first:
             self.free_block_queue.prepend_n([b for b in unowned if b._block_hash is None])
@@ -409,7 +367,7 @@ class BlockPool:
         if self.metrics_collector is not None:
             self.metrics_collector.reset()
         if self.enable_kv_cache_events:
-            self.kv_event_queue.append(AllBlocksCleared())
+            self._announcer.cleared()
         return True
 
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
@@ -427,16 +385,15 @@ class BlockPool:
         if self._state_indexes and (states := self._state_indexes.get(group_of(suffix))):
             states.discard(block.block_id)
         if self.enable_kv_cache_events and cached.get_oldest(block_hash, suffix) is None:
-            self.kv_event_queue.append(
-                BlockRemoved(
-                    [external_block_hash(block_hash, self.use_int_block_hashes)],
-                    MEDIUM_GPU,
-                    group_of(suffix),
-                )
-            )
+            self._announcer.removed(block_hash, group_of(suffix))
         return True
 
     # Reports
+
+    @property
+    def kv_event_queue(self) -> list[Event]:
+        """What `take_events` would return."""
+        return self._announcer.events
 
     def get_num_free_blocks(self) -> int:
         return self.free_block_queue.num_free_blocks
@@ -448,38 +405,4 @@ class BlockPool:
 
     def take_events(self) -> list[Event]:
         """The events since the last call, `[]` if they are off."""
-        events, self.kv_event_queue = self.kv_event_queue, []
-        return events
-
-    def _announce_stored(
-        self, request: KVCacheRequest, start: int, stop: int, block_size: int, group_id: int
-    ) -> None:
-        if start >= stop:
-            return
-        scale = block_size // self.hash_block_size
-
-        def hash_of(index: int) -> ExternalBlockHash:
-            block_hash = request.block_hashes[(index + 1) * scale - 1]
-            return external_block_hash(block_hash, self.use_int_block_hashes)
-
-        extra_keys: list[tuple[Any, ...] | None] = []
-        mm_idx = 0
-        for index in range(start, stop):
-            keys, mm_idx = generate_block_hash_extra_keys(
-                request, index * block_size, (index + 1) * block_size, mm_idx
-            )
-            extra_keys.append(keys)
-        lora = request.lora_request
-        self.kv_event_queue.append(
-            BlockStored(
-                block_hashes=[hash_of(index) for index in range(start, stop)],
-                parent_block_hash=hash_of(start - 1) if start else None,
-                token_ids=list(request.all_token_ids[start * block_size : stop * block_size]),
-                block_size=block_size,
-                lora_id=getattr(lora, "lora_int_id", None),
-                medium=MEDIUM_GPU,
-                lora_name=lora.lora_name if lora else None,
-                extra_keys=extra_keys,
-                group_idx=group_id,
-            )
-        )
+        return self._announcer.take()

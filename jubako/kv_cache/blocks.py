@@ -25,8 +25,7 @@ class KVCacheBlock:
         "group_suffix",
         "home",
         "is_null",
-        "next_free_block",
-        "prev_free_block",
+        "place",
         "ref_cnt",
         "registered_by",
         "table_index",
@@ -39,14 +38,13 @@ class KVCacheBlock:
         # The two parts of `block_hash`. All groups share the first, so no key need be made.
         self._block_hash: BlockHash | None = None
         self.group_suffix = b""
-        self.home: object = None
-        """The pool that it belongs to."""
         # Of the last time it became findable: the request, and the entry of its table.
         self.registered_by = ""
         self.table_index = 0
-        # Owned by the free queue.
-        self.prev_free_block: KVCacheBlock | None = None
-        self.next_free_block: KVCacheBlock | None = None
+        self.home: object = None
+        """The pool that it belongs to."""
+        self.place = -1
+        """Owned by the free queue: where it was queued last."""
 
     @property
     def block_hash(self) -> BlockHashWithGroupId | None:

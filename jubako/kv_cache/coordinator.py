@@ -10,9 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from math import lcm
 
-from jubako.errors import ConfigError
 from jubako.kv_cache.block_pool import BlockPool
 from jubako.kv_cache.blocks import BlockHash, KVCacheBlock
 from jubako.kv_cache.checks import check_groups, check_positive
@@ -23,17 +21,14 @@ from jubako.kv_cache.managers import (
     CrossAttentionManager,
     SingleTypeKVCacheManager,
     get_manager_for_kv_cache_spec,
-    spec_manager_map,
 )
 from jubako.kv_cache.managers.base import NEVER
 from jubako.kv_cache.metrics import KVCacheMetricsCollector
 from jubako.kv_cache.request import KVCacheRequest
 from jubako.kv_cache.specs import (
     ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
-    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -85,6 +80,7 @@ class KVCacheCoordinator(ABC):
         )
         self.specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.num_groups = len(self.specs)
+        self.block_pool.declare_groups(self.num_groups)
         self.single_type_managers: tuple[SingleTypeKVCacheManager, ...] = tuple(
             get_manager_for_kv_cache_spec(
                 spec,
@@ -97,7 +93,7 @@ class KVCacheCoordinator(ABC):
             )
             for group_id, spec in enumerate(self.specs)
         )
-        self.eagle_group_ids = _eagle_groups(kv_cache_config, options.use_eagle)
+        self.eagle_group_ids = eagle_groups(kv_cache_config, options.use_eagle)
 
     @abstractmethod
     def find_hit(
@@ -245,7 +241,7 @@ class KVCacheCoordinator(ABC):
 
     def get_blocks(self, request_id: str) -> GroupBlocks:
         """The tables of a request, empty for an unknown one."""
-        return tuple(m.req_to_blocks.get(request_id, ()) for m in self.single_type_managers)
+        return tuple([m.req_to_blocks.get(request_id, ()) for m in self.single_type_managers])
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         return [
@@ -328,135 +324,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         return hits, length, length
 
 
-@dataclass(frozen=True, slots=True)
-class _AttentionGroup:
-    """Groups with equal needs, which are looked up together."""
-
-    spec: KVCacheSpec
-    group_ids: list[int]
-    manager_class: type[SingleTypeKVCacheManager]
-    use_eagle: bool
-
-    @property
-    def is_full(self) -> bool:
-        return isinstance(self.spec, FullAttentionSpec)
-
-
-class HybridKVCacheCoordinator(KVCacheCoordinator):
-    """Several groups with different specs."""
-
-    def __init__(self, kv_cache_config: KVCacheConfig, options: CoordinatorOptions) -> None:
-        super().__init__(kv_cache_config, options)
-        if options.dcp_world_size * options.pcp_world_size != 1:
-            raise ImpossibleCacheError(
-                f"a hybrid model does not support context parallelism: "
-                f"decode_context_parallel_size {options.dcp_world_size}, "
-                f"prefill_context_parallel_size {options.pcp_world_size}; set both to 1",
-                "decode_context_parallel_size",
-            )
-        self.hash_block_size = options.hash_block_size
-        for spec in self.specs:
-            if spec.block_size % self.hash_block_size:
-                raise ImpossibleCacheError(
-                    f"KV block size {spec.block_size} is not a multiple of hash_block_size "
-                    f"{self.hash_block_size}",
-                    "hash_block_size",
-                )
-        self.attention_groups = self._attention_groups()
-        if len(set(self.specs)) == 1:
-            raise ImpossibleCacheError(
-                f"a hybrid model needs two different KV cache specs, but all {self.num_groups} "
-                f"groups have the same; make them one group"
-            )
-        self.lcm_block_size = lcm(*(spec.block_size for spec in self.specs))
-
-    def _attention_groups(self) -> list[_AttentionGroup]:
-        alike: dict[tuple[KVCacheSpec, bool], list[int]] = {}
-        for group_id, spec in enumerate(self.specs):
-            # A state after a block needs no look-ahead.
-            use_eagle = group_id in self.eagle_group_ids and not isinstance(spec, MambaSpec)
-            alike.setdefault((spec, use_eagle), []).append(group_id)
-        groups = [
-            _AttentionGroup(spec, group_ids, spec_manager_map[type(spec)], use_eagle)
-            for (spec, use_eagle), group_ids in alike.items()
-        ]
-        # Full attention first: its hit bounds all others, and any prefix of it is a hit.
-        return sorted(groups, key=lambda group: not group.is_full)
-
-    def find_hit(
-        self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
-    ) -> tuple[tuple[list[KVCacheBlock], ...], int, int]:
-        hits: dict[int, list[KVCacheBlock]] = {}
-        # With one full group before one other, the other's first answer is final.
-        one_round = len(self.attention_groups) == 2 and self.attention_groups[0].is_full
-        length = max_cache_hit_length
-        full_length = 0
-        while True:
-            shorter = length
-            for group in self.attention_groups:
-                size = group.spec.block_size
-                if group.is_full and group.group_ids[0] in hits:
-                    shorter = shorter // size * size
-                    continue
-                limit = shorter
-                if group.use_eagle:
-                    # One block more than is wanted, since one is dropped: so a length that was
-                    # found before is found again, however often it is looked up.
-                    limit = min(shorter + size, max_cache_hit_length)
-                found = group.manager_class.find_longest_cache_hit(
-                    hashes_at_block_size(block_hashes, self.hash_block_size, size),
-                    limit,
-                    group.group_ids,
-                    self.block_pool,
-                    group.spec,
-                    group.use_eagle,
-                    self.lcm_block_size,
-                )
-                hits.update(zip(group.group_ids, found))
-                shorter = min(shorter, len(found[0]) * size)
-                if group.is_full:
-                    # Full groups come first and are looked up once.
-                    full_length = shorter
-            if shorter >= length:
-                break
-            length = shorter
-            if one_round:
-                break
-        for group in self.attention_groups:
-            if group.is_full:
-                for group_id in group.group_ids:
-                    del hits[group_id][length // group.spec.block_size :]
-        found_hits = tuple(hits[group_id] for group_id in range(self.num_groups))
-        return found_hits, length, full_length
-
-
-def get_kv_cache_coordinator(
-    kv_cache_config: KVCacheConfig, options: CoordinatorOptions
-) -> KVCacheCoordinator:
-    """The kind that fits the number of groups. ConfigError if a group rules out an option."""
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if not specs or not options.enable_caching:
-        return KVCacheCoordinatorNoPrefixCache(kv_cache_config, options)
-    for group_id, spec in enumerate(specs):
-        if isinstance(spec, CrossAttentionSpec):
-            raise ConfigError(
-                "enable_prefix_caching is on, but this model has cross attention, whose KV is not "
-                "a function of the prompt's prefix; turn it off.",
-                "enable_prefix_caching",
-            )
-        eagle = _eagle_groups(kv_cache_config, options.use_eagle)
-        if isinstance(spec, ChunkedLocalAttentionSpec) and group_id in eagle:
-            raise ConfigError(
-                "EAGLE drafting with prefix caching does not support chunked local attention; "
-                "turn enable_prefix_caching off.",
-                "enable_prefix_caching",
-            )
-    if len(specs) == 1:
-        return UnitaryKVCacheCoordinator(kv_cache_config, options)
-    return HybridKVCacheCoordinator(kv_cache_config, options)
-
-
-def _eagle_groups(kv_cache_config: KVCacheConfig, use_eagle: bool) -> frozenset[int]:
+def eagle_groups(kv_cache_config: KVCacheConfig, use_eagle: bool) -> frozenset[int]:
     """Groups whose hits must leave room for the drafter: the marked ones, or all if none is."""
     if not use_eagle:
         return frozenset()

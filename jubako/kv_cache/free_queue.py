@@ -1,111 +1,111 @@
 """Which free block is handed out next?
 
-A doubly linked list through the blocks themselves: any block can leave it in O(1), and no object is
-ever created. The front is handed out first, and so evicted first.
+A line of blocks, the front of which is handed out first, and so evicted first. A run of blocks is
+cut from it as a whole. A block that leaves from the middle leaves a gap, which is passed over when
+its turn comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jubako.kv_cache.blocks import KVCacheBlock
 
+_SLACK = 64
+"""Places that are not worth tidying up."""
+
 
 class FreeKVCacheBlockQueue:
-    """Free blocks, at first in the given order. A block that is not queued has both links None."""
+    """Free blocks, at first in the given order. Every operation is O(1) a block, amortised."""
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.num_free_blocks = len(blocks)
-        # Sentinels: a real block always has two neighbours, so no operation has an end case.
-        self.fake_free_list_head = KVCacheBlock(-1)
-        self.fake_free_list_tail = KVCacheBlock(-1)
-        last = self.fake_free_list_head
-        for block in blocks:
-            last.next_free_block = block
-            block.prev_free_block = last
-            last = block
-        last.next_free_block = self.fake_free_list_tail
-        self.fake_free_list_tail.prev_free_block = last
+        self._line: list[KVCacheBlock | None] = list(blocks)
+        self._front = 0
+        """The index in the line from which on blocks are queued."""
+        self._first_place = 0
+        """Of index 0: a block knows its place, which stays while the line is cut."""
+        self._num_gaps = 0
+        """Behind the front."""
+        self._number(blocks, 0)
 
     def popleft(self) -> KVCacheBlock:
-        """Detach the front. ValueError if there is none, RuntimeError if a link is broken."""
-        block = self.fake_free_list_head.next_free_block
-        if block is None or block is self.fake_free_list_tail:
-            assert self.num_free_blocks == 0, f"{self.num_free_blocks} free blocks are not linked"
+        """Detach the front. ValueError if there is none."""
+        if not self.num_free_blocks:
             raise ValueError("no free KV cache block")
-        if block.next_free_block is None:
-            raise RuntimeError(f"free block {block.block_id} has no next link")
-        self._unlink(block)
-        return block
+        return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Detach `n` from the front, in order. AssertionError if there are fewer."""
         assert n <= self.num_free_blocks, f"{n} blocks wanted, {self.num_free_blocks} are free"
-        if n <= 0:
-            return []
-        popped = []
-        block = self.fake_free_list_head.next_free_block
-        for _ in range(n):
-            assert block is not None, "the free list is shorter than its counter"
-            popped.append(block)
-            following = block.next_free_block
-            block.prev_free_block = block.next_free_block = None
-            block = following
-        assert block is not None, "the free list is shorter than its counter"
-        self.fake_free_list_head.next_free_block = block
-        block.prev_free_block = self.fake_free_list_head
+        start = self._front
+        stop = start + n
+        popped = self._line[start:stop]
+        # A block is always true: `all` asks without comparing each with None.
+        if not all(popped):
+            found = [block for block in popped if block is not None]
+            while len(found) < n and stop < len(self._line):
+                more = self._line[stop : stop + n - len(found)]
+                stop += len(more)
+                found += [block for block in more if block is not None]
+            self._num_gaps -= stop - start - len(found)
+            popped = found  # type: ignore[assignment]
+        assert len(popped) == n, "the free queue is shorter than its counter"
+        self._front = stop
         self.num_free_blocks -= n
-        return popped
+        if stop > _SLACK + len(self._line) // 2:
+            del self._line[:stop]
+            self._first_place += stop
+            self._front = 0
+        return popped  # type: ignore[return-value]
 
     def remove(self, block: KVCacheBlock) -> None:
         """Detach `block` from wherever it is. RuntimeError if it is not queued."""
-        if block.prev_free_block is None or block.next_free_block is None:
+        index = block.place - self._first_place
+        if not (self._front <= index < len(self._line) and self._line[index] is block):
             raise RuntimeError(f"block {block.block_id} is not in the free queue")
-        self._unlink(block)
+        self._line[index] = None
+        self._num_gaps += 1
+        self.num_free_blocks -= 1
+        if self._num_gaps > _SLACK + self.num_free_blocks:
+            self._close_gaps()
 
     def append(self, block: KVCacheBlock) -> None:
-        """Link `block` at the back. RuntimeError if the back has lost its link."""
-        if self.fake_free_list_tail.prev_free_block is None:
-            raise RuntimeError("the free queue's back has no link")
+        """Queue `block` at the back."""
         self.append_n([block])
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Link `blocks` at the back, in the given order."""
-        last = self.fake_free_list_tail.prev_free_block
-        assert last is not None, "the free queue's back has no link"
-        self._link(last, blocks, self.fake_free_list_tail)
+        """Queue `blocks` at the back, in the given order."""
+        self._number(blocks, self._first_place + len(self._line))
+        self._line += blocks
+        self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Link `blocks` at the front, in the given order: the first is handed out next."""
-        first = self.fake_free_list_head.next_free_block
-        assert first is not None, "the free queue's front has no link"
-        self._link(self.fake_free_list_head, blocks, first)
+        """Queue `blocks` at the front, in the given order: the first is handed out next."""
+        missing = len(blocks) - self._front
+        if missing > 0:
+            # As much room again as the line has: then it is moved rarely.
+            room = missing + len(self._line)
+            self._line[:0] = [None] * room
+            self._first_place -= room
+            self._front += room
+        start = self._front - len(blocks)
+        self._line[start : self._front] = blocks
+        self._front = start
+        self._number(blocks, self._first_place + start)
+        self.num_free_blocks += len(blocks)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """All blocks, front to back. O(length)."""
-        blocks = []
-        block = self.fake_free_list_head.next_free_block
-        while block is not None and block is not self.fake_free_list_tail:
-            blocks.append(block)
-            block = block.next_free_block
-        return blocks
+        return [block for block in self._line[self._front :] if block is not None]
 
-    def _link(
-        self, last: KVCacheBlock, blocks: Sequence[KVCacheBlock], after: KVCacheBlock
-    ) -> None:
+    def _close_gaps(self) -> None:
+        blocks = self.get_all_free_blocks()
+        self._line = list(blocks)
+        self._front = self._num_gaps = 0
+        self._number(blocks, self._first_place)
+
+    def _number(self, blocks: Iterable[KVCacheBlock], place: int) -> None:
         for block in blocks:
-            last.next_free_block = block
-            block.prev_free_block = last
-            last = block
-        last.next_free_block = after
-        after.prev_free_block = last
-        self.num_free_blocks += len(blocks)
-
-    def _unlink(self, block: KVCacheBlock) -> None:
-        before, after = block.prev_free_block, block.next_free_block
-        if before is None or after is None:
-            raise RuntimeError(f"free block {block.block_id} has a broken link")
-        before.next_free_block = after
-        after.prev_free_block = before
-        block.prev_free_block = block.next_free_block = None
-        self.num_free_blocks -= 1
+            block.place = place
+            place += 1

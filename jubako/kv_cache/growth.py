@@ -54,16 +54,18 @@ class Edges:
 class _Kind:
     """Groups with equal specs."""
 
-    __slots__ = ("block_size", "drops", "lead", "missing", "num_skipped", "size")
+    __slots__ = ("block_size", "drops", "first", "lead", "missing", "num_skipped", "place", "size")
 
-    def __init__(self, lead: SingleTypeKVCacheManager) -> None:
+    def __init__(self, lead: SingleTypeKVCacheManager, place: int) -> None:
         self.lead = lead
+        self.place = place
+        """Of the lead among the groups."""
         self.size = 1
         self.block_size = lead.block_size
         self.drops = lead.next_skip_tokens(0) < NEVER
         """Whether blocks ever fall out of reach."""
-        self.num_skipped = 0
-        """Leading table entries that the request at hand does not read any more."""
+        self.first = self.num_skipped = 0
+        """The table entries that the request at hand does not read any more, and still has."""
         self.missing = 0
         """Blocks that the request at hand lacks in each group."""
 
@@ -86,11 +88,11 @@ class TableGrowth:
         self._kinds: list[_Kind] = []
         self._groups: list[tuple[SingleTypeKVCacheManager, _Kind]] = []
         by_spec: dict[tuple[type, KVCacheSpec, int], _Kind] = {}
-        for manager in managers:
+        for place, manager in enumerate(managers):
             key = (type(manager), manager.kv_cache_spec, manager.block_size)
             kind = by_spec.get(key)
             if kind is None:
-                kind = by_spec[key] = _Kind(manager)
+                kind = by_spec[key] = _Kind(manager, place)
                 self._kinds.append(kind)
             else:
                 kind.size += 1
@@ -98,7 +100,7 @@ class TableGrowth:
         sizes = {manager.block_size for manager in managers}
         self.block_size = sizes.pop() if self.applies and len(sizes) == 1 else None
         """Tokens in a block of every group, if there is one such size."""
-        self._named = block_pool.entries_of([m.kv_cache_group_id for m in managers])
+        self._hash_size = block_pool.hash_block_size
         self._num_registered = [manager.num_cached_block for manager in managers]
         self._dropping = [kind for kind in self._kinds if kind.drops]
         self._dropping_groups = [
@@ -113,6 +115,34 @@ class TableGrowth:
             return None
         return sum([-(-num_tokens // kind.block_size) * kind.size for kind in self._kinds])
 
+    def begin(
+        self,
+        request: KVCacheRequest,
+        hits: Sequence[Sequence[KVCacheBlock]],
+        num_computed_tokens: int,
+        num_slots: int,
+        num_known: int,
+    ) -> tuple[Sequence[KVCacheBlock], ...] | None:
+        """`grow` for a new request, whose tables begin with `hits` for the computed tokens."""
+        request_id = request.request_id
+        null_block = self._pool.null_block
+        for kind in self._kinds:
+            skipped = kind.lead.get_num_skipped_tokens(num_computed_tokens)
+            kind.num_skipped = skipped // kind.block_size
+        tables: list[list[KVCacheBlock]] = []
+        held: list[KVCacheBlock] = []
+        for (_, kind), group_hits in zip(self._groups, hits):
+            table = list(group_hits)
+            if kind.num_skipped:
+                table[: kind.num_skipped] = [null_block] * kind.num_skipped
+            held += table[kind.num_skipped :]
+            tables.append(table)
+        # All groups own their hits before any takes blocks: those could be the hits.
+        self._pool.touch(held)
+        for (manager, _), table in zip(self._groups, tables):
+            manager.begin_table(request_id, table)
+        return self._fill(request, tables, num_slots, num_known)
+
     def grow(
         self, request: KVCacheRequest, num_computed_tokens: int, num_slots: int, num_known: int
     ) -> tuple[Sequence[KVCacheBlock], ...] | None:
@@ -121,14 +151,32 @@ class TableGrowth:
         `num_known` are the tokens, from the first, whose values are settled. Returns the new blocks
         of each group; None if the pool has too few, then nothing but the dropping is done.
         """
-        request_id = request.request_id
-        needed = self._survey(request_id, num_computed_tokens, num_slots)
+        tables = self._tables_of(request.request_id)
+        if self._dropping:
+            removed: list[KVCacheBlock] = []
+            self._take_skipped(tables, num_computed_tokens, removed)
+            if removed:
+                self._pool.free_blocks(removed)
+        return self._fill(request, tables, num_slots, num_known)
+
+    def _fill(
+        self,
+        request: KVCacheRequest,
+        tables: Sequence[list[KVCacheBlock]],
+        num_slots: int,
+        num_known: int,
+    ) -> tuple[Sequence[KVCacheBlock], ...] | None:
+        needed = 0
+        for kind in self._kinds:
+            missing = -(-num_slots // kind.block_size) - len(tables[kind.place])
+            kind.missing = max(missing, 0)
+            needed += kind.missing * kind.size
         if needed > self._pool.get_num_free_blocks():
             return None
         added = self._no_blocks
         if needed:
-            added = self._extend(request_id, self._pool.get_new_blocks(needed), 0)
-        self._register(request, num_known)
+            added = self._extend(tables, self._pool.get_new_blocks(needed))
+        self._register(request, num_known, tables)
         return added
 
     def grow_decodes(
@@ -160,27 +208,34 @@ class TableGrowth:
             return None
         taken = iter(self._pool.get_new_blocks(needed))
         removed: list[KVCacheBlock] = []
+        filled: dict[str, int] = {}
+        hashes = []
+        rows, indices = [], []
         events = []
         for request, edge in zip(requests, edges):
             num_tokens = request.num_tokens
+            tables = edge.tables
             allocation = edge.allocation or 0
             if num_tokens >= edge.skip:
-                removed += self._take_skipped(edge.tables, num_tokens - 1)
-                edge.skip = NEVER
-                for kind in self._dropping:
-                    skip = kind.lead.next_skip_tokens(num_tokens - 1) + 1
-                    if skip < edge.skip:
-                        edge.skip = skip
+                self._take_skipped(tables, num_tokens - 1, removed)
+                edge.skip = self._next_skip(num_tokens - 1)
             if num_tokens >= allocation:
                 ids = []
                 # One block a group, dealt in the order of the groups.
-                for table, block in zip(edge.tables, taken):
+                for table, block in zip(tables, taken):
                     table.append(block)
                     ids.append([block.block_id])
                 new_block_ids[request.request_id] = tuple(ids)
                 edge.allocation = allocation = allocation + size
             if num_tokens >= edge.hash:
-                self._register_filled(request, edge, num_tokens, size)
+                if num_tokens - edge.hash < size and self._pool.registers_rows:
+                    index = edge.hash // size - 1
+                    filled[request.request_id] = index + 1
+                    indices.append(index)
+                    hashes.append(request.block_hashes[edge.hash // self._hash_size - 1])
+                    rows.append([table[index] for table in tables])
+                else:
+                    self._register(request, num_tokens, tables)
                 edge.hash = (num_tokens // size + 1) * size
             # Comparing twice costs half of `min`.
             event = allocation if allocation < edge.skip else edge.skip
@@ -188,87 +243,99 @@ class TableGrowth:
                 event = edge.hash
             edge.event = event
             events.append(event)
+        if filled:
+            self._pool.cache_rows(hashes, list(zip(*rows)), list(filled), indices)
+            for registered in self._num_registered:
+                registered.update(filled)
         if removed:
             self._pool.free_blocks(removed)
         return events
 
+    def _next_skip(self, num_computed_tokens: int) -> int:
+        """The smallest number of slots with which any kind drops more than now."""
+        skips = [kind.lead.next_skip_tokens(num_computed_tokens) for kind in self._dropping]
+        return min(skips) + 1
+
     def _tables_of(self, request_id: str) -> list[list[KVCacheBlock]]:
         return [manager.req_to_blocks[request_id] for manager, _ in self._groups]
 
-    def _register_filled(
-        self, request: KVCacheRequest, edge: Edges, num_tokens: int, size: int
-    ) -> None:
-        """Make what `num_tokens` tokens fill findable: nearly always one block a group."""
-        filled = edge.hash // size
-        if num_tokens - edge.hash < size and self._pool.cache_filled_block(
-            request, filled - 1, size, edge.tables, self._named
-        ):
-            request_id = request.request_id
-            for registered in self._num_registered:
-                registered[request_id] = filled
-        else:
-            self._register(request, num_tokens)
-
-    def _survey(self, request_id: str, num_computed_tokens: int, num_slots: int) -> int:
-        """Drop what is no longer read; how many blocks all groups together lack."""
-        if self._dropping:
-            removed = self._take_skipped(self._tables_of(request_id), num_computed_tokens)
-            if removed:
-                self._pool.free_blocks(removed)
-        needed = 0
-        for kind in self._kinds:
-            table = kind.lead.req_to_blocks[request_id]
-            kind.missing = missing = -(-num_slots // kind.block_size) - len(table)
-            if missing > 0:
-                needed += missing * kind.size
-        return needed
-
     def _take_skipped(
-        self, tables: Sequence[list[KVCacheBlock]], num_computed_tokens: int
-    ) -> list[KVCacheBlock]:
-        """Take what no later token reads out of a request's tables, each deepest first."""
-        removed: list[KVCacheBlock] = []
-        for kind in self._dropping:
-            skipped = kind.lead.get_num_skipped_tokens(num_computed_tokens)
-            kind.num_skipped = skipped // kind.block_size
+        self,
+        tables: Sequence[list[KVCacheBlock]],
+        num_computed_tokens: int,
+        removed: list[KVCacheBlock],
+    ) -> None:
+        """Move what no later token reads out of a request's tables, each deepest first."""
         null_block = self._pool.null_block
+        for kind in self._dropping:
+            table = tables[kind.place]
+            skipped = kind.lead.get_num_skipped_tokens(num_computed_tokens)
+            first = stop = min(skipped // kind.block_size, len(table))
+            if stop and table[0] is not null_block:
+                first = 0
+            # Everything before a null entry went earlier.
+            while first > 0 and table[first - 1] is not null_block:
+                first -= 1
+            kind.first, kind.num_skipped = first, stop
         for place, kind in self._dropping_groups:
-            table = tables[place]
-            index = kind.num_skipped - 1
-            if index >= len(table):
-                index = len(table) - 1
-            while index >= 0:
-                block = table[index]
-                # Everything before a null entry went earlier.
-                if block is null_block:
-                    break
-                removed.append(block)
-                table[index] = null_block
-                index -= 1
-        return removed
+            table, first, stop = tables[place], kind.first, kind.num_skipped
+            if stop == first + 1:
+                removed.append(table[first])
+                table[first] = null_block
+            elif stop > first:
+                dropped = table[first:stop]
+                dropped.reverse()
+                removed += dropped
+                table[first:stop] = [null_block] * (stop - first)
 
     def _extend(
-        self, request_id: str, taken: list[KVCacheBlock], start: int
+        self, tables: Sequence[list[KVCacheBlock]], taken: list[KVCacheBlock]
     ) -> tuple[Sequence[KVCacheBlock], ...]:
-        """Lengthen the tables by the blocks `taken` from `start` on, group after group."""
+        """Lengthen the tables by what they lack of the blocks `taken`, group after group."""
         added: list[Sequence[KVCacheBlock]] = []
-        for manager, kind in self._groups:
-            blocks: Sequence[KVCacheBlock] = NO_BLOCKS
-            if kind.missing > 0:
-                stop = start + kind.missing
-                blocks = taken[start:stop]
-                start = stop
-                manager.req_to_blocks[request_id] += blocks
-            added.append(blocks)
+        start = 0
+        for (_, kind), table in zip(self._groups, tables):
+            blocks = taken[start : start + kind.missing]
+            start += kind.missing
+            table += blocks
+            added.append(blocks or NO_BLOCKS)
         return tuple(added)
 
-    def _register(self, request: KVCacheRequest, num_known: int) -> None:
-        if self._enable_caching:
-            for manager, _ in self._groups:
-                manager.cache_blocks(request, num_known)
+    def _register(
+        self, request: KVCacheRequest, num_known: int, tables: Sequence[list[KVCacheBlock]]
+    ) -> None:
+        """Make what `num_known` tokens fill findable."""
+        if not self._enable_caching:
+            return
+        size = self.block_size
+        if size is not None and self._pool.registers_rows:
+            request_id = request.request_id
+            start, stop = self._num_registered[0].get(request_id, 0), num_known // size
+            if start >= stop:
+                return
+            columns = [table[start:stop] for table in tables]
+            # Null entries stand in front of all others.
+            null_block = self._pool.null_block
+            if all([column[0] is not null_block for column in columns]):  # noqa: C419 (quicker)
+                scale = size // self._hash_size
+                hashes = request.block_hashes[(start + 1) * scale - 1 : stop * scale : scale]
+                request_ids = [request_id] * (stop - start)
+                self._pool.cache_rows(hashes, columns, request_ids, range(start, stop))
+                for registered in self._num_registered:
+                    registered[request_id] = stop
+                return
+        for manager, _ in self._groups:
+            manager.cache_blocks(request, num_known)
 
     def next_edges(self, request_id: str, num_computed_tokens: int) -> tuple[int, int]:
         """As the coordinator's method of this name."""
+        if self.block_size is not None:
+            lead = self._kinds[0].lead
+            event = len(lead.req_to_blocks[request_id]) * self.block_size + 1
+            if self._dropping:
+                event = min(event, self._next_skip(num_computed_tokens))
+            hash_ = lead.next_hash_tokens(request_id) if self._enable_caching else NEVER
+            return min(event, hash_), hash_
         event = hash_ = NEVER
         for kind in self._kinds:
             own_event, own_hash = kind.lead.next_edges(request_id, num_computed_tokens)

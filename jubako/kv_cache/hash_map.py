@@ -1,12 +1,16 @@
-"""Which block holds the KV that a hash stands for?
+"""Which blocks hold the KV that a hash stands for?
 
-Two requests may compute the same block at the same time. Both copies are kept under the key rather
-than merged: merging would rewrite an id in a table that the worker already has.
+A hash has a row, with a place for each group: what a step fills in all groups is entered and found
+together. Rows are kept by column, so that a run of them is cut from a list, and nothing is made for
+the cycle collector to walk through.
+
+Two requests may compute the same block at the same time. Both copies are kept rather than merged:
+merging would rewrite an id in a table that the worker already has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from jubako.kv_cache.blocks import (
     GROUP_ID_BYTES,
@@ -16,47 +20,61 @@ from jubako.kv_cache.blocks import (
 )
 from jubako.kv_cache.hashing import get_block_hash
 
-Entry = KVCacheBlock | dict[int, KVCacheBlock]
+Column = list[KVCacheBlock | None]
+"""The oldest block of one group in each row; None where the group has none."""
 
 _FIRST_CHUNK = 32
+_MORE_ROWS = 64
+"""Least number of rows that are made at once."""
 
 
 class BlockHashToBlockMap:
-    """Key to one block, or to a dict of blocks by id once two share the key. `len` counts keys."""
+    """Key to its blocks, the oldest first. `len` counts keys, each a hash and a group."""
 
     def __init__(self) -> None:
-        # A map for each group: then the groups share one hash object, and the keys need not exist.
-        self._groups: dict[bytes, dict[BlockHash, Entry]] = {}
-        self._num_shared = 0
-        """Keys that have a dict of blocks; a block on its own spares the dict that nearly no key
-        needs."""
+        self._rows: dict[BlockHash, int] = {}
+        self._columns: dict[bytes, Column] = {}
+        """By the group's suffix, in the order in which the groups came."""
+        self._free_rows: list[int] = []
+        """Empty ones; the last is used next. A prompt is forgotten from its end, so its rows are
+        mostly used again in ascending order."""
+        self._num_rows = 1
+        """In use or not. The first stays empty, so that a row is always true."""
+        self._copies: dict[BlockHashWithGroupId, dict[int, KVCacheBlock]] = {}
+        """What came under a key after its oldest block, by id."""
 
-    def of_group(self, suffix: bytes) -> dict[BlockHash, Entry]:
-        """The entries of one group by block hash. Whoever inserts with `setdefault`, and does not
-        get the own block back, calls `add_copy`."""
-        entries = self._groups.get(suffix)
-        if entries is None:
-            entries = self._groups[suffix] = {}
-        return entries
+    def column_of(self, suffix: bytes) -> Column:
+        """The column of a group, which may be a new one."""
+        column = self._columns.get(suffix)
+        if column is None:
+            column = self._columns[suffix] = [None] * self._num_rows
+        return column
 
     def clear(self) -> None:
         """Forget all keys."""
-        for entries in self._groups.values():
-            entries.clear()
-        self._num_shared = 0
+        self._rows.clear()
+        self._copies.clear()
+        self._free_rows.clear()
+        self._num_rows = 1
+        for column in self._columns.values():
+            column[:] = [None]
 
     def __len__(self) -> int:
-        return sum(map(len, self._groups.values()))
+        return sum(len(column) - column.count(None) for column in self._columns.values())
 
     def __contains__(self, key: BlockHashWithGroupId) -> bool:
-        return get_block_hash(key) in self.of_group(key[-GROUP_ID_BYTES:])
+        return self.get_one_block(key) is not None
 
     def items(self) -> Iterator[tuple[BlockHashWithGroupId, list[KVCacheBlock]]]:
         """All keys, each with its blocks, the oldest first."""
-        for suffix, entries in self._groups.items():
-            for block_hash, entry in entries.items():
-                blocks = [entry] if isinstance(entry, KVCacheBlock) else list(entry.values())
-                yield BlockHashWithGroupId(block_hash + suffix), blocks
+        for block_hash, row in self._rows.items():
+            for suffix, column in self._columns.items():
+                oldest = column[row]
+                if oldest is not None:
+                    key = BlockHashWithGroupId(block_hash + suffix)
+                    yield key, [oldest, *self._copies.get(key, {}).values()]
+
+    # Lookup
 
     def get_one_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
         """The oldest block under `key`, or None."""
@@ -64,74 +82,103 @@ class BlockHashToBlockMap:
 
     def get_oldest(self, block_hash: BlockHash, suffix: bytes) -> KVCacheBlock | None:
         """`get_one_block` for a key in two parts."""
-        entry = self.of_group(suffix).get(block_hash)
-        if entry is None or isinstance(entry, KVCacheBlock):
-            return entry
-        return next(iter(_copies(entry).values()))
+        row = self._rows.get(block_hash)
+        return None if row is None else self.column_of(suffix)[row]
 
     def get_run(
-        self, block_hashes: Sequence[BlockHash], start: int, stop: int, suffix: bytes
-    ) -> list[KVCacheBlock]:
-        """The oldest blocks of hashes `start` to `stop` of one group, up to the first without."""
-        get = self.of_group(suffix).get
-        stop = min(stop, len(block_hashes))
-        run: list[KVCacheBlock] = []
+        self, block_hashes: Sequence[BlockHash], start: int, stop: int, suffixes: Sequence[bytes]
+    ) -> list[list[KVCacheBlock]]:
+        """For each group the oldest blocks of hashes `start` to `stop`, up to the first hash that
+        any of the groups lacks."""
+        rows = self._rows_of(block_hashes, start, min(stop, len(block_hashes)))
+        columns = [self.column_of(suffix) for suffix in suffixes]
+        if rows and _is_run(rows):
+            # What was entered together mostly still stands together.
+            first = rows[0]
+            runs = [column[first : first + len(rows)] for column in columns]
+        else:
+            runs = [[column[row] for row in rows] for column in columns]
+        length = len(rows)
+        for run in runs:
+            if not all(run):
+                length = min(length, run.index(None))
+        for run in runs:
+            del run[length:]
+        return runs  # type: ignore[return-value]
+
+    def _rows_of(self, block_hashes: Sequence[BlockHash], start: int, stop: int) -> list[int]:
+        """The rows of hashes `start` to `stop`, up to the first without."""
+        get = self._rows.get
+        rows: list[int] = []
         # Whole chunks are looked up without a loop in Python; they grow, so that little is looked
         # up beyond the end of a short run. Most runs that end early end at once.
         size = 1
         while start < stop:
-            entries = list(map(get, block_hashes[start : min(start + size, stop)]))
-            # A block is always true: `all` asks without comparing each with None.
-            complete = all(entries)
-            if not complete:
-                del entries[entries.index(None) :]
-            run += self._oldest(entries) if self._num_shared else entries  # type: ignore[arg-type]
-            if not complete:
+            found = list(map(get, block_hashes[start : min(start + size, stop)]))
+            # `all` asks without comparing each with None.
+            if not all(found):
+                rows += found[: found.index(None)]  # type: ignore[arg-type]
                 break
+            rows += found  # type: ignore[arg-type]
             start += size
             size = max(2 * size, _FIRST_CHUNK)
-        return run
+        return rows
 
-    def _oldest(self, entries: Iterable[Entry | None]) -> list[KVCacheBlock]:
-        return [
-            entry if isinstance(entry, KVCacheBlock) else next(iter(entry.values()))
-            for entry in entries
-            if entry is not None
-        ]
+    # Changes
 
     def insert(self, key: BlockHashWithGroupId, block: KVCacheBlock) -> bool:
         """Add `block` under `key`; True if it is the first there."""
+        assert isinstance(block, KVCacheBlock), f"{type(block).__name__} in the block map"
         return self.add(get_block_hash(key), key[-GROUP_ID_BYTES:], block)
 
     def add(self, block_hash: BlockHash, suffix: bytes, block: KVCacheBlock) -> bool:
         """`insert` under a key in two parts."""
-        entries = self.of_group(suffix)
-        if entries.setdefault(block_hash, block) is block:
-            return True
-        self.add_copy(entries, block_hash, block)
-        return False
+        column = self.column_of(suffix)
+        row = self._rows.get(block_hash)
+        if row is None:
+            (row,) = self._new_rows(1)
+            self._rows[block_hash] = row
+        elif column[row] is not None:
+            key = BlockHashWithGroupId(block_hash + suffix)
+            self._copies.setdefault(key, {})[block.block_id] = block
+            return False
+        column[row] = block
+        return True
 
-    def add_all(
-        self, block_hashes: Sequence[BlockHash], suffix: bytes, blocks: list[KVCacheBlock]
+    def add_rows(
+        self, block_hashes: Sequence[BlockHash], columns: Sequence[Sequence[KVCacheBlock]]
     ) -> None:
-        """`add` for each hash and block, without a loop in Python where all are new."""
-        entries = self.of_group(suffix)
-        present = list(map(entries.setdefault, block_hashes, blocks))
-        if present != blocks:
-            for block_hash, block, entry in zip(block_hashes, blocks, present):
-                if entry is not block:
-                    self.add_copy(entries, block_hash, block)
-
-    def add_copy(
-        self, entries: dict[BlockHash, Entry], block_hash: BlockHash, block: KVCacheBlock
-    ) -> None:
-        """Add `block` under a hash that has another block already in its group."""
-        entry = entries[block_hash]
-        if isinstance(entry, KVCacheBlock):
-            entries[block_hash] = {entry.block_id: entry, block.block_id: block}
-            self._num_shared += 1
+        """`add` for each hash a block of every group, in the order in which the groups came."""
+        rows = self._new_rows(len(block_hashes))
+        present = list(map(self._rows.setdefault, block_hashes, rows))
+        if present != rows:
+            for block_hash, row, own_row, *blocks in zip(block_hashes, present, rows, *columns):
+                if row != own_row:
+                    self._free_rows.append(own_row)
+                for suffix, block in zip(self._columns, blocks):
+                    self.add(block_hash, suffix, block)
+        elif _is_run(rows):
+            first = rows[0]
+            for column, own in zip(self._columns.values(), columns):
+                column[first : first + len(rows)] = own
         else:
-            _copies(entry)[block.block_id] = block
+            for column, own in zip(self._columns.values(), columns):
+                for row, block in zip(rows, own):
+                    column[row] = block
+
+    def _new_rows(self, n: int) -> list[int]:
+        """Rows that are empty, and no longer free."""
+        free = self._free_rows
+        if len(free) < n:
+            more = max(n, _MORE_ROWS, self._num_rows // 8)
+            free[:0] = range(self._num_rows + more - 1, self._num_rows - 1, -1)
+            self._num_rows += more
+            for column in self._columns.values():
+                column += [None] * more
+        rows = free[-n:]
+        del free[-n:]
+        rows.reverse()
+        return rows
 
     def pop(self, key: BlockHashWithGroupId, block_id: int) -> KVCacheBlock | None:
         """Remove that id under that key and return it; None, and no change, if it is not there."""
@@ -139,22 +186,27 @@ class BlockHashToBlockMap:
 
     def take(self, block_hash: BlockHash, suffix: bytes, block_id: int) -> KVCacheBlock | None:
         """`pop` under a key in two parts."""
-        entries = self.of_group(suffix)
-        entry = entries.get(block_hash)
-        if entry is None:
+        column = self.column_of(suffix)
+        row = self._rows.get(block_hash)
+        if row is None:
             return None
-        if isinstance(entry, KVCacheBlock):
-            if entry.block_id != block_id:
-                return None
-            del entries[block_hash]
-            return entry
-        block = _copies(entry).pop(block_id, None)
-        if not entry:
-            del entries[block_hash]
-            self._num_shared -= 1
+        key = BlockHashWithGroupId(block_hash + suffix)
+        copies = self._copies.get(key) if self._copies else None
+        block = column[row]
+        if block is None or block.block_id != block_id:
+            block = copies.pop(block_id, None) if copies else None
+        elif copies:
+            column[row] = copies.pop(next(iter(copies)))
+        else:
+            column[row] = None
+            if not any([c[row] for c in self._columns.values()]):  # noqa: C419 (quicker)
+                del self._rows[block_hash]
+                self._free_rows.append(row)
+        if copies is not None and not copies:
+            del self._copies[key]
         return block
 
 
-def _copies(entry: object) -> dict[int, KVCacheBlock]:
-    assert isinstance(entry, dict), f"{type(entry).__name__} in the block map"
-    return entry
+def _is_run(rows: list[int]) -> bool:
+    """Whether each is one more than the one before."""
+    return rows == list(range(rows[0], rows[0] + len(rows)))

@@ -43,7 +43,9 @@ class DraftsAndGrammars(Ends):
         requests = [
             request
             for request_id in scheduler_output.num_scheduled_tokens
-            if (request := self.requests.get(request_id)) is not None and request.uses_grammar
+            if (request := self.requests.get(request_id)) is not None
+            and request.uses_grammar
+            and not request.is_prefill_chunk
         ]
         if not requests:
             return None

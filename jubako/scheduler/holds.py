@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-from jubako.config import KVTransferConfig
 from jubako.kv_cache import BlockPool, KVCacheBlock
+from jubako.scheduler.connector_calls import ConnectorCalls
 from jubako.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -38,17 +37,11 @@ class Hold:
 
 
 class BlockHolds:
-    """The holds of all ended requests, and blocks that are lost for good.
+    """The holds of all ended requests, and blocks that are lost for good."""
 
-    `ask(name, request)` calls a method of the connector, if it has it.
-    """
-
-    def __init__(
-        self, pool: BlockPool, options: KVTransferConfig, ask: Callable[[str, Request], Any]
-    ) -> None:
+    def __init__(self, pool: BlockPool, calls: ConnectorCalls) -> None:
         self._pool = pool
-        self.options = options
-        self._ask = ask
+        self._calls = calls
         self.of_request: dict[str, Hold] = {}
         self.quarantined: list[KVCacheBlock] = []
         """Blocks that some worker may write at any time; they are never used again."""
@@ -62,7 +55,8 @@ class BlockHolds:
     def add(self, request: Request, blocks: list[KVCacheBlock], reasons: Collection[str]) -> None:
         """Keep the blocks of an ended request until all `reasons` are reported, or overdue."""
         now = time.monotonic()
-        seconds = {"send": self.options.kv_send_timeout_s, "recv": self.options.kv_load_timeout_s}
+        options = self._calls.options
+        seconds = {"send": options.kv_send_timeout_s, "recv": options.kv_load_timeout_s}
         deadlines = {reason: now + seconds[reason] for reason in reasons}
         self.of_request[request.request_id] = Hold(request, blocks, deadlines)
         self._next_deadline = min(self._next_deadline, *deadlines.values())
@@ -97,17 +91,17 @@ class BlockHolds:
             "The KV of request %s was not reported as sent within %g seconds; its blocks are used "
             "again.",
             request.request_id,
-            self.options.kv_send_timeout_s,
+            self._calls.options.kv_send_timeout_s,
         )
-        self._ask("cancel_send", request)
+        self._calls.if_there("cancel_send", request)
         self.release(request.request_id, "send")
 
     def _end_load(self, hold: Hold, now: float) -> None:
         request = hold.request
         if not hold.is_cancelled:
             hold.is_cancelled = True
-            hold.deadlines["recv"] = now + self.options.kv_load_timeout_s
-            self._ask("cancel_load", request)
+            hold.deadlines["recv"] = now + self._calls.options.kv_load_timeout_s
+            self._calls.if_there("cancel_load", request)
             return
         self.num_expired += 1
         del self.of_request[request.request_id]

@@ -78,6 +78,8 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     kv_connector_output: KVConnectorOutput | None = None
     ec_connector_output: ECConnectorOutput | None = None
     num_nans_in_logits: dict[str, int] | None = None
+    failures: dict[str, str] | None = None
+    """Requests that no token could be chosen for, and why; their rows have none."""
 
 
 EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import takewhile
+from itertools import dropwhile
 
 from jubako.kv_cache import KVCacheManager
 from jubako.scheduler.engine_output import EngineCoreOutput
@@ -44,7 +44,10 @@ class SteadyDecodes:
         self._places: dict[Request, int] = {}
         self._token_lists: list[list[int]] = []
         self._cached_counts: list[int] = []
+        self._clients: set[int] = set()
         self._is_stale = False
+        """Whether requests have joined or left since the lists were made."""
+        self._has_left = False
         self._num_steps = 0
         self._calendar = _Calendar()
         self._tables_due: dict[Request, None] = {}
@@ -77,7 +80,7 @@ class SteadyDecodes:
         if not request.is_steady:
             return
         request.is_steady = False
-        self._is_stale = True
+        self._is_stale = self._has_left = True
         self._calendar.remove(request)
         self._tables_due.pop(request, None)
         for token_id in request.ending_token_ids:
@@ -97,27 +100,46 @@ class SteadyDecodes:
 
     def refresh(self, running: list[Request], only_first: bool) -> list[Request]:
         """The requests now. With `only_first`, only those that stand before all others."""
-        if self._is_stale:
-            steady = [request for request in running if request.is_steady]
-            if only_first:
-                for request in steady[len(list(takewhile(_is_steady, running))) :]:
-                    self.leave(request)
-                steady = [request for request in steady if request.is_steady]
-            self.requests = steady
-            self.request_ids = [request.request_id for request in steady]
-            self.one_each = dict.fromkeys(self.request_ids, 1)
-            self._places = {request: place for place, request in enumerate(steady)}
-            self._token_lists = [request.all_token_ids for request in steady]
-            self.computed_counts = [request.num_computed_tokens for request in steady]
-            self._token_counts = [request.num_tokens for request in steady]
-            self.output_counts = [
-                request.num_computed_tokens - request.num_prompt_tokens + 1 for request in steady
-            ]
-            self._cached_counts = [request.num_cached_tokens for request in steady]
-            clients = {request.client_index for request in steady}
-            self.client_index = clients.pop() if len(clients) == 1 else None
-            self._is_stale = False
+        if not self._is_stale:
+            return self.requests
+        start = len(self.requests)
+        if self._has_left or (start and running[start - 1] is not self.requests[-1]):
+            # Whoever joins may stand before some that are here already.
+            start = 0
+            self._empty()
+        joining = running[start:]
+        if only_first:
+            for request in dropwhile(_is_steady, joining):
+                self.leave(request)
+        joining = [request for request in joining if request.is_steady]
+        self._join(joining)
+        self._is_stale = self._has_left = False
         return self.requests
+
+    def _empty(self) -> None:
+        self.requests, self.request_ids = [], []
+        self.computed_counts, self.output_counts, self._token_counts = [], [], []
+        self.one_each, self._places = {}, {}
+        self._token_lists, self._cached_counts = [], []
+        self._clients = set()
+
+    def _join(self, joining: list[Request]) -> None:
+        # Steps under way have the lists of requests as they were.
+        self.requests = self.requests + joining
+        joining_ids = [request.request_id for request in joining]
+        self.request_ids = self.request_ids + joining_ids
+        self.one_each |= dict.fromkeys(joining_ids, 1)
+        self._places |= {request: place for place, request in enumerate(joining, len(self._places))}
+        self._token_lists += [request.all_token_ids for request in joining]
+        computed = [request.num_computed_tokens for request in joining]
+        self.computed_counts = self.computed_counts + computed
+        self._token_counts = self._token_counts + [request.num_tokens for request in joining]
+        self.output_counts = self.output_counts + [
+            count - request.num_prompt_tokens + 1 for count, request in zip(computed, joining)
+        ]
+        self._cached_counts += [request.num_cached_tokens for request in joining]
+        self._clients |= {request.client_index for request in joining}
+        self.client_index = next(iter(self._clients)) if len(self._clients) == 1 else None
 
     # -- a step -------------------------------------------------------------------------------
 

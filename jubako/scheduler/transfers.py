@@ -14,6 +14,7 @@ from typing import Any
 from jubako.config import KVTransferConfig
 from jubako.kv_cache import KVCacheBlocks, KVCacheManager
 from jubako.kv_cache.metrics import PrefixCacheStats
+from jubako.scheduler.connector_calls import ConnectorCalls
 from jubako.scheduler.external_lookup import ExternalLookup
 from jubako.scheduler.holds import BlockHolds
 from jubako.scheduler.model_output import KVConnectorOutput
@@ -79,12 +80,10 @@ class KVTransfers:
     ) -> None:
         self.connector = connector
         self._manager = manager
-        self._options = options
+        self.calls = ConnectorCalls(connector, options)
         self.lookup = ExternalLookup(
-            connector,
+            self.calls,
             manager,
-            options,
-            self._call_if_there,
             alignment=alignment,
             has_recurrent=has_recurrent,
         )
@@ -92,7 +91,7 @@ class KVTransfers:
         """Loads outside steps, by request id, until the request goes on."""
         self.step_loads: dict[str, KVLoad] = {}
         """Loads inside steps whose output has not come back."""
-        self.holds = BlockHolds(manager.block_pool, options, self._call_if_there)
+        self.holds = BlockHolds(manager.block_pool, self.calls)
         self.num_unknown_reports = 0
         """Reports about requests or blocks that nothing is known of."""
         self.stats = PrefixCacheStats() if log_stats and connector is not None else None
@@ -103,7 +102,7 @@ class KVTransfers:
 
     def new_request(self, request: Request) -> None:
         """The connector may begin to look."""
-        self._call_if_there("on_new_request", request)
+        self.calls.if_there("on_new_request", request)
 
     def loaded_for(self, request: Request, num_local: int, num_external: int) -> str | None:
         """The request for which some of these tokens are being loaded already."""
@@ -132,7 +131,7 @@ class KVTransfers:
     ) -> None:
         """A load begins; in a step that computes up to `computed_to` tokens, or outside steps."""
         self.end(request.request_id)
-        deadline = now + self._options.kv_load_timeout_s
+        deadline = now + self.calls.options.kv_load_timeout_s
         total = num_local + num_external
         load = KVLoad(request, num_local, total, deadline, computed_to)
         size = request.hash_block_size
@@ -197,8 +196,8 @@ class KVTransfers:
     def cancel(self, load: KVLoad, now: float) -> None:
         """Ask for the end of a load; what arrives of it is not used."""
         load.is_cancelled = load.failed = True
-        load.deadline = now + self._options.kv_load_timeout_s
-        self._call_if_there("cancel_load", load.request)
+        load.deadline = now + self.calls.options.kv_load_timeout_s
+        self.calls.if_there("cancel_load", load.request)
 
     # -- ends ---------------------------------------------------------------------------------
 
@@ -287,14 +286,14 @@ class KVTransfers:
 
     def connector_stats(self, reported: Any) -> Any:
         """The workers' statistics, with those of the scheduler's half."""
-        own = self._call_if_there("get_kv_connector_stats")
+        own = self.calls.if_there("get_kv_connector_stats")
         if reported is None or own is None:
             return own if reported is None else reported
         return reported.aggregate(own) if hasattr(reported, "aggregate") else reported
 
     def take_events(self) -> Iterable[Any]:
         """Events of the connector since the last call."""
-        return self._call_if_there("take_events") or ()
+        return self.calls.if_there("take_events") or ()
 
     def reset_cache(self) -> bool:
         """Whether the connector has forgotten all it kept; True without one."""
@@ -309,14 +308,4 @@ class KVTransfers:
 
     def shutdown(self) -> None:
         """The engine ends."""
-        self._call_if_there("shutdown")
-
-    def _call_if_there(self, name: str, *args: Any) -> Any:
-        method = getattr(self.connector, name, None)
-        if method is None:
-            return None
-        try:
-            return method(*args)
-        except Exception:
-            logger.exception("The KV connector's %s failed", name)
-            return None
+        self.calls.if_there("shutdown")

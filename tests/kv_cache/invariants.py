@@ -26,13 +26,8 @@ def check_pool(pool: BlockPool, owners: Counter[int], reserved: Iterable[int] = 
     """`owners` counts the tables and detached lists that hold each id."""
     free = pool.free_block_queue
     forward = free.get_all_free_blocks()
-    backward = []
-    block = free.fake_free_list_tail.prev_free_block
-    while block is not free.fake_free_list_head:
-        assert block is not None
-        backward.append(block)
-        block = block.prev_free_block
-    assert forward == backward[::-1]
+    places = [block.place for block in forward]
+    assert places == sorted(set(places))
     assert len(forward) == free.num_free_blocks == len({b.block_id for b in forward})
 
     queued = {b.block_id for b in forward}

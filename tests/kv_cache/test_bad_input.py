@@ -226,7 +226,7 @@ def test_blocks_of_another_pool():
         other.block_pool.blocks[1],
         other.block_pool.blocks[7],
         other.block_pool.blocks[15],
-        other.block_pool.free_block_queue.fake_free_list_head,
+        KVCacheBlock(-1),
         KVCacheBlock(3, ref_cnt=1),
     ]
     for block in foreign:

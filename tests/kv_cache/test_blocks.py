@@ -12,6 +12,7 @@ from jubako.kv_cache import (
     KVCacheBlock,
     KVCacheBlocks,
 )
+from jubako.kv_cache.hashing import group_suffix
 
 
 def ids(blocks):
@@ -63,29 +64,29 @@ def test_queue_errors(free, blocks):
     with pytest.raises(AssertionError, match="7 blocks wanted, 6 are free"):
         free.popleft_n(7)
     free.popleft_n(6)
-    assert all(b.prev_free_block is b.next_free_block is None for b in blocks)
+    for block in (*blocks, KVCacheBlock(9)):
+        with pytest.raises(RuntimeError, match=f"block {block.block_id} is not in the free queue"):
+            free.remove(block)
     with pytest.raises(ValueError, match="no free KV cache block"):
-        free.popleft()
-    free.num_free_blocks = 1
-    with pytest.raises(AssertionError, match="1 free blocks are not linked"):
         free.popleft()
     free.num_free_blocks = 3
     with pytest.raises(AssertionError, match="shorter than its counter"):
         free.popleft_n(3)
 
 
-def test_broken_links(free, blocks):
-    blocks[0].next_free_block = None
-    with pytest.raises(RuntimeError, match="block 0 has no next link"):
-        free.popleft()
-    free.fake_free_list_tail.prev_free_block = None
-    with pytest.raises(RuntimeError, match="back has no link"):
-        free.append(KVCacheBlock(9))
-    with pytest.raises(AssertionError, match="back has no link"):
-        free.append_n([KVCacheBlock(9)])
-    free.fake_free_list_head.next_free_block = None
-    with pytest.raises(AssertionError, match="front has no link"):
-        free.prepend_n([KVCacheBlock(9)])
+def test_a_long_life_leaves_a_short_queue(free, blocks):
+    for _ in range(1000):
+        free.append(free.popleft())
+    assert ids(free.get_all_free_blocks()) == [4, 5, 0, 1, 2, 3]
+    for _ in range(1000):
+        free.remove(blocks[4])
+        free.append(blocks[4])
+    for _ in range(1000):
+        free.prepend_n([free.popleft()])
+        free.remove(blocks[2])
+        free.prepend_n([blocks[2]])
+    assert ids(free.get_all_free_blocks()) == [2, 5, 0, 1, 3, 4]
+    assert len(free._line) < 300
 
 
 def test_empty_queue():
@@ -144,14 +145,76 @@ def test_hash_map():
 
 def test_hash_map_refuses_strangers():
     cache = BlockHashToBlockMap()
-    cache.of_group(b"k")[b""] = "what"
-    for call in (
-        lambda: cache.get_one_block(b"k"),
-        lambda: cache.insert(b"k", KVCacheBlock(1)),
-        lambda: cache.pop(b"k", 1),
-    ):
-        with pytest.raises(AssertionError, match="str in the block map"):
-            call()
+    with pytest.raises(AssertionError, match="str in the block map"):
+        cache.insert(b"k", "what")
+    assert len(cache) == 0
+
+
+def key(block_hash, group):
+    return block_hash + group_suffix(group)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("irpt"), st.integers(0, 5), st.integers(0, 2), st.integers(0, 9)),
+        max_size=60,
+    )
+)
+def test_hash_map_is_a_list_of_blocks_under_each_key(operations):
+    """Rows of two groups, entered and taken one by one or together; a third comes later."""
+    cache, model = BlockHashToBlockMap(), {}
+    for group in range(2):
+        cache.column_of(group_suffix(group))
+    blocks = {i: KVCacheBlock(i) for i in range(1000)}
+    unused = iter(range(1000))
+    for operation, number, group, n in operations:
+        block_hash = bytes([number])
+        here = model.setdefault(key(block_hash, group), [])
+        if operation == "i":
+            block = blocks[next(unused)]
+            assert cache.insert(key(block_hash, group), block) == (not here)
+            here.append(block)
+        elif operation == "r" and len(cache._columns) == 2:
+            # Hashes may meet each other and what is there.
+            hashes = [bytes([(number + i * (n % 3)) % 6]) for i in range(1 + n % 4)]
+            columns = [[blocks[next(unused)] for _ in hashes] for _ in range(2)]
+            cache.add_rows(hashes, columns)
+            for own_group, column in enumerate(columns):
+                for own_hash, block in zip(hashes, column):
+                    model.setdefault(key(own_hash, own_group), []).append(block)
+        elif operation == "p":
+            block = here.pop(n % len(here)) if here else None
+            block_id = block.block_id if block else 5000
+            assert cache.pop(key(block_hash, group), block_id) is block
+        elif operation == "t":
+            assert cache.pop(key(block_hash, group), 5000) is None
+        assert dict(cache.items()) == {k: v for k, v in model.items() if v}
+        assert len(cache) == sum(1 for v in model.values() if v)
+        for k, v in model.items():
+            assert cache.get_one_block(k) is (v[0] if v else None)
+        in_use = sorted([*cache._rows.values(), *cache._free_rows])
+        assert in_use == list(range(1, cache._num_rows))
+
+
+@given(st.sets(st.tuples(st.integers(0, 39), st.integers(0, 1))), st.integers(0, 9), st.booleans())
+def test_runs_end_where_any_group_lacks_a_block(absent, start, together):
+    cache = BlockHashToBlockMap()
+    suffixes = [group_suffix(group) for group in range(2)]
+    for suffix in suffixes:
+        cache.column_of(suffix)
+    hashes = [bytes([i]) for i in range(40)]
+    columns = [[KVCacheBlock(100 * group + i) for i in range(40)] for group in range(2)]
+    if together:
+        cache.add_rows(hashes, columns)
+    else:
+        for i in reversed(range(40)):
+            cache.add_rows(hashes[i : i + 1], [column[i : i + 1] for column in columns])
+    for i, group in absent:
+        assert cache.take(hashes[i], suffixes[group], columns[group][i].block_id)
+    for groups in ([0], [1], [0, 1], [1, 0]):
+        stop = next((i for i in range(start, 40) if {(i, g) for g in groups} & absent), 40)
+        runs = cache.get_run(hashes, start, 50, [suffixes[group] for group in groups])
+        assert runs == [columns[group][start:stop] for group in groups]
 
 
 def test_kv_cache_blocks(blocks):

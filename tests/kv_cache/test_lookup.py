@@ -20,7 +20,6 @@ from jubako.kv_cache import (
     get_block_hash,
     get_group_id,
 )
-from jubako.kv_cache.hashing import group_suffix
 from jubako.kv_cache.managers import spec_manager_map
 
 from .fakes import (
@@ -181,9 +180,8 @@ class CountingDict(dict):
 
 def asked(pool, spec, length, alignment=4):
     """Keys that a lookup of `length` tokens asks for, and the number of tokens it finds."""
-    suffix = group_suffix(0)
-    counting = CountingDict(pool.cached_block_hash_to_block.of_group(suffix))
-    pool.cached_block_hash_to_block._groups[suffix] = counting
+    cache = pool.cached_block_hash_to_block
+    cache._rows = counting = CountingDict(cache._rows)
     req = request("a", length)
     hits = spec_manager_map[type(spec)].find_longest_cache_hit(
         req.block_hashes, length, [0], pool, spec, False, alignment

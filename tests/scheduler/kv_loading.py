@@ -21,9 +21,7 @@ def make(connector: ScriptedConnector, **options: Any) -> Scheduler:
 def with_transfer(scheduler: Scheduler, **options: Any) -> Scheduler:
     """The scheduler with other options of `KVTransferConfig`."""
     scheduler.config = scheduler.config.replace(kv_transfer_config=options)
-    scheduler.transfers._options = scheduler.config.kv_transfer_config
-    scheduler.transfers.lookup.options = scheduler.config.kv_transfer_config
-    scheduler.transfers.holds.options = scheduler.config.kv_transfer_config
+    scheduler.transfers.calls.options = scheduler.config.kv_transfer_config
     return scheduler
 
 

@@ -161,12 +161,19 @@ class SingleTypeKVCacheManager(ABC):
                 "prefix hits although prefix caching is off"
             )
             self.block_pool.touch(held)
-            self._began_with_hits.add(request_id)
         table = [self._null_block] * skipped + held
-        self.num_table_changes += 1
-        self.req_to_blocks[request_id] = table
+        self.begin_table(request_id, table)
         self.num_cached_block[request_id] = len(table)
         return True
+
+    def begin_table(self, request_id: str, table: list[KVCacheBlock]) -> None:
+        """The table of a request that had none, with the hits that it owns."""
+        assert not self.req_to_blocks.get(request_id), f"{request_id} already has a table"
+        self.num_table_changes += 1
+        self.req_to_blocks[request_id] = table
+        if table:
+            self.num_cached_block[request_id] = len(table)
+            self._began_with_hits.add(request_id)
 
     def allocate_external_computed_blocks(
         self, request_id: str, num_local_computed_tokens: int, num_external_computed_tokens: int

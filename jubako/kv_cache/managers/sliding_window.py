@@ -38,8 +38,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     ) -> tuple[list[KVCacheBlock], ...]:
         assert isinstance(kv_cache_spec, SlidingWindowSpec)
         block_size = kv_cache_spec.block_size
-        # A window of one token reads no cached block; one is asked for all the same, as evidence.
-        window_blocks = max(cdiv(kv_cache_spec.sliding_window - 1, block_size), 1)
+        num_blocks = window_blocks(kv_cache_spec)
         # A drafter's hit must be followed by one more cached block.
         extra = 1 if use_eagle else 0
         step = lcm(block_size, alignment_tokens) // block_size
@@ -49,7 +48,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         # A window is tried from its left end, so that a miss moves the next try as far left as
         # possible: O(N / window) if nothing is cached.
         while length > 0:
-            left, right = max(length - window_blocks, 0), length + extra
+            left, right = max(length - num_blocks, 0), length + extra
             runs = block_pool.get_cached_run(block_hashes, left, right, kv_cache_group_ids)
             missing = left + len(runs[0])
             if missing == right:
@@ -65,3 +64,9 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     def next_skip_tokens(self, num_computed_tokens: int) -> int:
         skipped_blocks = self.get_num_skipped_tokens(num_computed_tokens) // self.block_size
         return (skipped_blocks + 1) * self.block_size + self.sliding_window - 1
+
+
+def window_blocks(spec: SlidingWindowSpec) -> int:
+    """The most blocks that a hit needs before its end."""
+    # A window of one token reads no cached block; one is asked for all the same, as evidence.
+    return max(cdiv(spec.sliding_window - 1, spec.block_size), 1)
