@@ -28,6 +28,7 @@ ERROR_TABLE: dict[str, ErrorKind] = {
     "model_not_found": ErrorKind(404, "not_found_error"),
     "not_found": ErrorKind(404, "not_found_error"),
     "method_not_allowed": ErrorKind(405, _BAD_REQUEST),
+    "request_timeout": ErrorKind(408, _BAD_REQUEST),
     "request_too_large": ErrorKind(413, _BAD_REQUEST),
     "unsupported_media_type": ErrorKind(415, _BAD_REQUEST),
     "media_too_large": ErrorKind(413, _BAD_REQUEST),

@@ -34,6 +34,7 @@ class ServerConfig:
         "auto", "How the model marks its thoughts; auto finds out from its chat template."
     )
     max_body_bytes: int = option(16 * 1024 * 1024, "Largest request body that is read.")
+    body_timeout: float = option(60.0, "Seconds that the body of a request may take to arrive.")
     max_queued_requests: int = option(1024, "Most requests in flight; more are answered with 429.")
     max_queued_tokens: int = option(
         4 * 1024 * 1024, "Most prompt tokens in flight; more are answered with 429."
@@ -50,6 +51,8 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_queued_requests", "max_queued_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.", name)
+        if not self.body_timeout > 0:
+            raise ConfigError(f"body_timeout={self.body_timeout} must be above 0.", "body_timeout")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile needs ssl_certfile.", "ssl_keyfile")
         if not self.drain_timeout >= 0:

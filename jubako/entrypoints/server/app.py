@@ -132,7 +132,7 @@ async def _read(
 ) -> tuple[Record, dict[str, str]]:
     """The request record in the body, and headers that tell of fields that were ignored."""
     check_media_type(request)
-    body = await read_body(request, state.config.max_body_bytes, state.bodies)
+    body = await read_body(request, state, state.config.max_body_bytes)
     value, unknown = decode(body, record)
     return value, _warning(unknown)
 

@@ -6,6 +6,7 @@ the caller as ignored; one that is known but not built is refused unless its val
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from jubako.entrypoints.server.protocol import (
     GenerationRequest,
 )
 from jubako.entrypoints.server.responses_protocol import RESPONSES_NOT_BUILT
-from jubako.entrypoints.server.state import BodyBudget
+from jubako.entrypoints.server.state import BodyBudget, ServerState
 from jubako.errors import ValidationError
 
 Record = TypeVar("Record", bound=msgspec.Struct)
@@ -45,14 +46,26 @@ _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
 _STEP = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+|\.\.\.)\]")
 
 
-async def read_body(request: Request, limit: int, budget: BodyBudget) -> bytes:
+async def read_body(request: Request, state: ServerState, limit: int) -> bytes:
     """The body, of at most `limit` bytes; a larger one is refused as soon as that is known.
 
-    While it is being read it counts against `budget`.
+    While it is being read it counts against what the server has for bodies, and it has to be there
+    in time.
     """
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
         raise _too_large(limit, int(announced))
+    seconds = state.config.body_timeout
+    try:
+        async with asyncio.timeout(seconds):
+            return await _read(request, state.bodies, limit)
+    except TimeoutError:
+        raise ServerError(
+            "request_timeout", f"The body did not arrive within {seconds:g} seconds."
+        ) from None
+
+
+async def _read(request: Request, budget: BodyBudget, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     try:

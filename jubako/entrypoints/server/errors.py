@@ -71,6 +71,9 @@ def error_headers(error: BaseException, code: str) -> dict[str, str]:
         return {"Retry-After": str(BUSY_RETRY_SECONDS)}
     if status == 503:
         return {"Retry-After": str(UNAVAILABLE_RETRY_SECONDS)}
+    if status == 408:
+        # What is left of the body would be taken for the next request.
+        return {"Connection": "close"}
     if status == 401:
         return {"WWW-Authenticate": "Bearer"}
     return {}

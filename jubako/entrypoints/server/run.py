@@ -30,6 +30,7 @@ from jubako.entrypoints.server.http_protocol import BoundedHttpProtocol
 from jubako.entrypoints.server.state import Phase, ServerState
 from jubako.errors import ConfigError
 from jubako.frontend.metrics import PrometheusStatLogger
+from jubako.frontend.stat_log import LogStatLogger
 from jubako.utils.logging import get_logger
 
 if TYPE_CHECKING:
@@ -199,6 +200,9 @@ class HttpServer:
         state.set_engine(engine)
         stats = PrometheusStatLogger(engine.config, engine.ready, state.model_name, registry)
         engine.stat_loggers.append(stats)
+        interval = engine.config.observability_config.log_stats_interval
+        if interval:
+            engine.stat_loggers.append(LogStatLogger(interval))
         ready = engine.ready
         logger.info(
             "%s in %s on %s: %d KV blocks hold %d tokens of context; a request may have %d, and %d "

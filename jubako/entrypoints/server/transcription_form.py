@@ -76,7 +76,7 @@ async def read_form(state: ServerState, request: Request) -> TranscriptionForm:
     _check_sender(request)
     largest = state.engine.config.multimodal_config.max_audio_bytes
     try:
-        body = await read_body(request, largest + FORM_BYTES, state.bodies)
+        body = await read_body(request, state, largest + FORM_BYTES)
     except ServerError as error:
         if error.code != "request_too_large":
             raise
