@@ -192,6 +192,8 @@ class SchedulerState:
             scheduler_block_size=self.block_size,
             max_num_batched_tokens=self.max_num_scheduled_tokens,
             watermark=cache.watermark,
+            # Memory that was just in use is warm, and on a CPU a page's first touch is dear.
+            free_unhashed_first=True,
         )
         self.block_hasher = None
         if caching or self.connector is not None:

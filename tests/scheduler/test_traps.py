@@ -685,6 +685,18 @@ def test_priority_needs_priority_scheduling():
 # -- requests that can never run ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_memory_that_nobody_can_find_is_used_again_first(caching: bool):
+    driver = Driver(make_scheduler(caching=caching, block_size=4))
+    driver.add(make_request("a", 10, 1))
+    step = driver.step()
+    (used,) = step.scheduled_new_reqs[0].block_ids
+    driver.add(make_request("b", range(50, 60), 1))
+    (used_next,) = driver.step().scheduled_new_reqs[0].block_ids
+    # The first two blocks of `a` can be found if there is a cache.
+    assert set(used) & set(used_next) == set(used[2:] if caching else used)
+
+
 def test_requests_that_can_never_run_are_refused_with_value_and_limit():
     scheduler = make_scheduler(max_model_len=20)
     with pytest.raises(ValidationError, match="20 tokens; at most 19") as caught:

@@ -158,12 +158,14 @@ def test_who_has_the_blocks_of_a_load_that_failed_after_its_request_gave_way_is_
         max_model_len=24,
         max_num_batched_tokens=60,
         kv_load_failure_policy=policy,
+        scheduling_policy="priority",
         hooks={"connector": connector},
     )
     driver = Driver(scheduler, depth=3, evicted=True)
     connector.answers["loads"] = (0, 16, False)
     connector.fails["loads"] = 0
-    driver.add(make_request("loads", 20, 1, ignore_eos=True))
+    # Less urgent, or it would be the first to take blocks again: its own.
+    driver.add(make_request("loads", 20, 1, ignore_eos=True, priority=1))
     driver.step()
     old_blocks = set(scheduler.kv_cache_manager.get_block_ids("loads")[0])
     assert scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -185,10 +187,10 @@ def test_who_has_a_block_of_a_failed_load_that_a_window_let_go_of_is_left_alone(
     scheduler = make_scheduler(
         scheduler_class=AsyncScheduler,
         specs=[window(5, 4)],
-        num_blocks=5,
+        num_blocks=6,
         max_model_len=32,
         max_num_batched_tokens=12,
-        long_prefill_token_threshold=4,
+        long_prefill_token_threshold=6,
         scheduler_reserve_full_isl=False,
         kv_load_failure_policy=policy,
         hooks={"connector": connector},
@@ -200,9 +202,9 @@ def test_who_has_a_block_of_a_failed_load_that_a_window_let_go_of_is_left_alone(
     driver.add(make_request("loads", 23, 1, ignore_eos=True))
     driver.step()
     (loaded,) = {i for i in scheduler.kv_cache_manager.get_block_ids("loads")[0][:4] if i}
-    # The last chunk lets go of what was loaded.
-    driver.step()
+    # The last chunk lets go of what was loaded, and takes no block that could be this one.
     driver.abort("filler")
+    driver.step()
     prompt = list(range(50, 55))
     others = [make_request(i, prompt, 3, ignore_eos=True) for i in ("next", "like next")]
     driver.add(*others)
