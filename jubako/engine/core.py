@@ -53,6 +53,7 @@ from jubako.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from jubako.checkpoint.info import Checkpoint
     from jubako.executor.executor import Executor
+    from jubako.structured_output.vocabulary import Vocabulary
 
 StepResult = tuple[dict[int, EngineCoreOutputs] | None, bool]
 """Outputs by front end, or None if no step has come back; and whether a model runs or ran."""
@@ -124,9 +125,9 @@ class EngineCore:
     """The engine without its surroundings: requests in, tokens out, step by step.
 
     `config` must be complete (`engine.setup`); the attribute of that name also has what was decided
-    here. Grammars and connectors are handed on to the scheduler. `step_fn` is the step that suits
-    the executor; `post_step` belongs after each. Not thread-safe but for `prepare` and
-    `abort_soon`.
+    here. Connectors, and grammars that are not the engine's own, are handed on to the scheduler.
+    `step_fn` is the step that suits the executor; `post_step` belongs after each. Not thread-safe
+    but for `prepare` and `abort_soon`.
     """
 
     def __init__(
@@ -160,10 +161,13 @@ class EngineCore:
             if self.batch_queue_size > 1:
                 self.batch_queue = deque()
                 self.step_fn = self.step_with_batch_queue
+            self.structured_output_manager = structured_output_manager
+            if structured_output_manager is None and not config.model_config.pools:
+                self.structured_output_manager = _make_grammars(self.config, checkpoint)
             self.scheduler = self._scheduler_class()(
                 self.config,
                 kv_cache_config,
-                structured_output_manager=structured_output_manager,
+                structured_output_manager=self.structured_output_manager,
                 connector=connector,
                 ec_connector=ec_connector,
                 log_stats=log_stats,
@@ -528,9 +532,26 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Free what scheduler and workers hold."""
+        stop_grammars = getattr(self.structured_output_manager, "shutdown", None)
+        if stop_grammars is not None:
+            stop_grammars()
         self.scheduler.shutdown()
         self.executor.shutdown()
         gc.unfreeze()
+
+
+def _make_grammars(config: JubakoConfig, checkpoint: Checkpoint) -> StructuredOutputManager:
+    """Grammars for the model's vocabulary, which is read when the first one is wanted."""
+    from jubako.structured_output.manager import StructuredOutputManager
+
+    model = config.model_config
+
+    def read() -> Vocabulary:
+        from jubako.structured_output.vocabulary import read_vocabulary
+
+        return read_vocabulary(checkpoint, model.tokenizer, model.vocab_size)
+
+    return StructuredOutputManager(read, model.vocab_size, model.eos_token_ids)
 
 
 def _fit_context(config: JubakoConfig, specs: Any, memory: list[int]) -> JubakoConfig:

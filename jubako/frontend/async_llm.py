@@ -241,7 +241,7 @@ class AsyncLLM:
             self._inputs.process_inputs, request_id, prompt, params, **options
         )
         processed: ProcessedInput
-        if self._inputs.takes_long(prompt):
+        if self._inputs.takes_long(prompt, params):
             loop = asyncio.get_running_loop()
             processed = await loop.run_in_executor(self._encoding, process)
             self._raise_if_dead()

@@ -21,6 +21,7 @@ from jubako.frontend.prompt_parts import Prompt, PromptParts, as_token_ids, show
 from jubako.frontend.tokenizer import LONG_TEXT, Tokenizer
 from jubako.sampling_params import PoolingParams, SamplingParams
 from jubako.scheduler.features import MultiModalFeatureSpec
+from jubako.structured_output.grammars import checked, is_large
 
 MAX_N = 1024
 """Most answers to one request; each is a request of its own inside."""
@@ -125,8 +126,13 @@ class InputProcessor:
         )
         return ProcessedInput(request, parts.text, None if encoder is None else encoder.text)
 
-    def takes_long(self, prompt: Prompt) -> bool:
-        """Whether processing `prompt` is worth a thread, because it has much text to encode."""
+    def takes_long(
+        self, prompt: Prompt, params: SamplingParams | PoolingParams | None = None
+    ) -> bool:
+        """Whether processing is worth a thread: there is much text to encode, or a large form of
+        the output to look at."""
+        if isinstance(params, SamplingParams) and is_large(params.structured_outputs):
+            return True
         if isinstance(prompt, Mapping) and prompt.get("encoder_prompt") is not None:
             prompt = prompt["encoder_prompt"]
         if isinstance(prompt, Mapping):
@@ -328,9 +334,7 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.structured_outputs is not None:
-            raise NotImplementedFeatureError(
-                "Structured outputs are not built.", "structured_outputs"
-            )
+            self._check_constrained(params)
         if params.n > MAX_N:
             raise ValidationError(f"n must be at most {MAX_N}, got {params.n}.", "n", params.n)
         for name in ("logprobs", "prompt_logprobs"):
@@ -346,6 +350,20 @@ class InputProcessor:
             for name in ("stop", "bad_words"):
                 if getattr(params, name):
                     raise ValidationError(f"{name} needs a tokenizer; this engine has none.", name)
+
+    def _check_constrained(self, params: SamplingParams) -> None:
+        """Refuse parameters that leave a grammar no token to go on with."""
+        if self._tokenizer is None:
+            raise ValidationError(
+                "structured_outputs needs a tokenizer; this engine has none.", "structured_outputs"
+            )
+        for name in ("min_tokens", "allowed_token_ids"):
+            if getattr(params, name):
+                raise ValidationError(
+                    f"{name} cannot be combined with structured_outputs, which says alone which "
+                    "tokens may come and when the output is complete. Leave one of them out.",
+                    name,
+                )
 
     def _check_logprobs(self, name: str, count: int | None) -> None:
         if count is None or self._max_logprobs == -1:
@@ -385,7 +403,9 @@ class InputProcessor:
         ends = self._further_eos_ids
         if self._eos_token_id is not None:
             ends = [self._eos_token_id, *ends]
+        form = params.structured_outputs
         return params.clone(
+            structured_outputs=None if form is None else checked(form),
             max_tokens=max_tokens,
             min_tokens=min(params.min_tokens, max_tokens),
             stop_token_ids=stop_ids,

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from jubako.scheduler.output import GrammarOutput
+
+
+def mask_addresses(
+    grammar: GrammarOutput, req_ids: Sequence[str]
+) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Where the mask of each request's next token lies in memory, [r]; 0 for one without a mask.
+
+    Without drafts. The addresses hold while `grammar.grammar_bitmask` lives.
+    """
+    masks = grammar.grammar_bitmask
+    assert masks.flags.c_contiguous
+    base, size = masks.ctypes.data, masks.strides[0]
+    of_request = {
+        request_id: base + i * size
+        for i, request_id in enumerate(grammar.structured_output_request_ids)
+    }
+    return np.array([of_request.get(request_id, 0) for request_id in req_ids], np.uint64)
 
 
 def apply_grammar_mask(

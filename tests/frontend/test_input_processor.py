@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -288,9 +289,24 @@ def test_priorities() -> None:
             ranked.process_inputs("id", [5], SamplingParams(), priority=bad)  # type: ignore[arg-type]
 
 
+def test_a_form_of_the_output_is_checked_and_made_text() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = StructuredOutputsParams(json=schema)
+    made = completed(structured_outputs=form).structured_outputs
+    assert made is not None
+    assert isinstance(made.json, str)
+    assert json.loads(made.json) == schema
+    assert form.json is schema, "the caller's own is not changed"
+    with pytest.raises(ValidationError, match="unclosed group") as refused:
+        completed(structured_outputs=StructuredOutputsParams(regex="(a"))
+    assert refused.value.parameter == "structured_outputs.regex"
+    for name, value in (("min_tokens", 3), ("allowed_token_ids", [5])):
+        with pytest.raises(ValidationError, match="cannot be combined") as refused:
+            completed(structured_outputs=form, **{name: value})
+        assert refused.value.parameter == name
+
+
 def test_what_is_not_built() -> None:
-    with pytest.raises(NotImplementedFeatureError, match="Structured"):
-        completed(structured_outputs=StructuredOutputsParams(regex="a+"))
     with pytest.raises(NotImplementedFeatureError, match="LoRA"):
         process([5], lora_request=object())
 

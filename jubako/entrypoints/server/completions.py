@@ -53,6 +53,14 @@ class CompletionExchange:
         """Check the request and tokenise its prompts."""
         request = self._request
         check_common(self._state, request)
+        encoder = self._state.engine.config.encoder_config
+        if request.echo and encoder.is_encoder_decoder:
+            raise ValidationError(
+                "echo=true: an encoder reads the prompt of this model, whose answer does not "
+                "continue it; leave it out.",
+                "echo",
+                code="unsupported_parameter",
+            )
         prompts = split_prompts(request.prompt)
         # A million short texts would be tokenised for a minute, only to be refused then.
         self._state.admission.check_size(len(prompts), 0, "prompt")

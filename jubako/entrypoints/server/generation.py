@@ -132,9 +132,12 @@ def fit_to_context(
     """The prompt, truncated if that was asked for, and the most tokens it may produce.
 
     `max_tokens` that was asked for must fit beside the prompt; unset, it is what is left of the
-    context, or `default` if that is less.
+    context, or `default` if that is less. Of an encoder-decoder model the prompt is the encoder's,
+    which has room of its own, and the answer stands behind what the decoder begins with.
     """
     context = state.max_model_len
+    encoder = state.engine.config.encoder_config
+    longest = encoder.max_input_tokens if encoder.is_encoder_decoder else context
     if max_tokens is not None and max_tokens < 1:
         raise ValidationError(
             f"{max_tokens_parameter}={max_tokens} must be at least 1.",
@@ -142,19 +145,23 @@ def fit_to_context(
             max_tokens,
         )
     if truncate is not None:
-        if truncate < -1 or truncate == 0 or truncate > context:
+        if truncate < -1 or truncate == 0 or truncate > longest:
             raise ValidationError(
-                f"truncate_prompt_tokens={truncate} must be -1, or 1 to {context}.",
+                f"truncate_prompt_tokens={truncate} must be -1, or 1 to {longest}.",
                 "truncate_prompt_tokens",
                 truncate,
             )
-        keep = max(1, context - (max_tokens or 1)) if truncate == -1 else truncate
+        beside = 0 if encoder.is_encoder_decoder else max_tokens or 1
+        keep = max(1, longest - beside) if truncate == -1 else truncate
         prompt = prompt[-keep:]
-    room = context - len(prompt)
-    if room < 1:
+    decoders = encoder.default_decoder_prompt if encoder.is_encoder_decoder else prompt
+    room = context - len(decoders)
+    if len(prompt) > longest or room < 1:
+        holds = f"model's context holds {context}, output included"
+        if encoder.is_encoder_decoder:
+            holds = f"model's encoder reads {longest}"
         raise ValidationError(
-            f"The prompt has {len(prompt)} tokens, and the model's context holds {context}, "
-            "output included; shorten it.",
+            f"The prompt has {len(prompt)} tokens, and the {holds}; shorten it.",
             parameter,
             len(prompt),
             code="context_length_exceeded",
@@ -163,8 +170,8 @@ def fit_to_context(
         return prompt, room if default is None else max(1, min(room, default))
     if max_tokens > room:
         raise ValidationError(
-            f"The prompt has {len(prompt)} tokens and {max_tokens_parameter} is {max_tokens}, but "
-            f"the model's context holds {context}; ask for at most {room}.",
+            f"The prompt has {len(decoders)} tokens and {max_tokens_parameter} is {max_tokens}, "
+            f"but the model's context holds {context}; ask for at most {room}.",
             max_tokens_parameter,
             max_tokens,
             code="context_length_exceeded",
