@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PROMPT ?= The capital of France is
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint nightly exactness load bench-control-plane lock clean
+.PHONY: help demo test lint nightly exactness structured-output isa neon load bench-control-plane lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 21
@@ -56,6 +56,21 @@ nightly: $(VENV)/.dev $(VENV)/.native  ## the state machines and fuzzers at full
 exactness: $(VENV)/.dev $(VENV)/.native  ## every model, cache and scheduler mode against transformers; writes docs/exactness.md
 	$(BIN)/python -m tests.exactness.table
 	JUBAKO_EXACTNESS=full $(BIN)/python -m pytest tests/exactness/test_default_model.py --timeout=0
+
+# Every level that the machine can run, and without the library.
+ISA_TESTS := tests/kernels tests/models/test_native.py tests/sampling tests/exactness/test_matrix.py
+
+isa: $(VENV)/.dev $(VENV)/.native  ## kernels, native models and the exactness sample at every level of instruction sets, and without the library
+	set -e; for level in none $$($(BIN)/python -m jubako.kernels.cpu.library); do \
+		echo "JUBAKO_CPU_ISA=$$level"; \
+		JUBAKO_CPU_ISA=$$level $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile $(ISA_TESTS); \
+	done
+
+neon: $(VENV)/bin/python  ## cross-compile the native library for aarch64 and run its ops under qemu (g++-aarch64-linux-gnu, qemu-user)
+	tests/native/run_neon.sh $(BIN)/python
+
+structured-output: $(VENV)/.dev $(VENV)/.native  ## the default model writes JSON for 200 schemas, each of which must hold
+	JUBAKO_SCHEMAS=full $(BIN)/python -m pytest tests/structured_output/test_schemas.py --timeout=0
 
 load: $(VENV)/.dev $(VENV)/.native  ## 64 streaming clients against the default model for a minute
 	JUBAKO_LOAD_SECONDS=60 JUBAKO_LOAD_MODEL=default $(BIN)/python -m pytest tests/serving/test_load.py --timeout=0

@@ -1,9 +1,14 @@
 """How much memory does an engine take beyond the libraries, against its weights and KV in use?
 
-    python benchmarks/memory.py [--model M] [--dtype D] [--prompt-tokens N] [--requests N]
+    python benchmarks/memory.py [--model M] [--dtype D] [--quantization Q] [--prompt-tokens N]
+                                [--requests N]
 
-A fresh process loads the libraries and the tokeniser only; another runs the engine. Peak resident
-memory of the second less the first is what the engine takes.
+A fresh process loads the libraries and the tokeniser only; others run the engine, core and front
+end in one process. Resident memory of theirs, now (`VmRSS`) and at its peak since the process began
+(`VmHWM`), less that of the first is what the engine takes. Mapped weights count as far as they are
+resident, although engines share them. The weights are those that the model holds after loading,
+each once; KV in use is that of the blocks that hold the requests' tokens. Both starts are measured:
+one that prepares the weights, and one that finds them prepared.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 MIB = 1 << 20
@@ -38,8 +44,12 @@ ENGINE = (
     STATUS
     + """
 import json, random
+from pathlib import Path
 from jubako import LLM, SamplingParams
-llm = LLM(model={model!r}, dtype={dtype!r})
+from jubako.worker import memory_budget
+# The engine measures a step's peak by resetting it; what is measured here begins with the process.
+memory_budget._CLEAR_REFS = Path("/nonexistent")
+llm = LLM(**{engine!r})
 loaded = resident("VmRSS"), resident("VmHWM")
 core = llm.llm_engine.client.core
 model = core.executor.worker.model_runner.model
@@ -74,24 +84,39 @@ def run(code: str) -> object:
 
 
 def main() -> None:
-    """Print the parts and their ratio."""
+    """Measure the starts one after another."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=lambda path: str(Path(path).resolve()))
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--quantization", default="none")
     args = vars(parser.parse_args())
     libraries = run(LIBRARIES.format(**args))
-    engine = run(ENGINE.format(**args))
     assert isinstance(libraries, int)
-    assert isinstance(engine, dict)
-    print(f"interpreter, PyTorch, tokeniser  {libraries / MIB:8.0f} MiB")
+    print(f"interpreter, PyTorch, tokeniser   {libraries / MIB:8.0f} MiB")
+    options = {name: args[name] for name in ("model", "dtype", "quantization")}
+    with tempfile.TemporaryDirectory() as folder:
+        for start, cache in (
+            ("weights prepared", "off"),
+            (None, folder),
+            ("weights found", folder),
+        ):
+            engine = run(ENGINE.format(**args, engine=options | {"weight_cache": cache}))
+            assert isinstance(engine, dict)
+            if start is not None:
+                show(start, engine, libraries)
+
+
+def show(start: str, engine: dict[str, int], libraries: int) -> None:
+    """Print the parts of one start and their ratio."""
+    print(start)
     for name in ("loaded_rss", "loaded_peak", "rss", "peak"):
-        print(f"engine: {name:<24} {(engine[name] - libraries) / MIB:8.0f} MiB beyond that")
+        print(f"  engine: {name:<22}  {(engine[name] - libraries) / MIB:8.0f} MiB beyond that")
     needed = engine["weights"] + engine["kv"]
-    print(f"weights                          {engine['weights'] / MIB:8.0f} MiB")
-    print(f"KV written                       {engine['kv'] / MIB:8.0f} MiB")
-    print(f"peak over weights and KV         {(engine['peak'] - libraries) / needed:8.2f}")
+    print(f"  weights                         {engine['weights'] / MIB:8.0f} MiB")
+    print(f"  KV written                      {engine['kv'] / MIB:8.0f} MiB")
+    print(f"  peak over weights and KV        {(engine['peak'] - libraries) / needed:8.2f}")
 
 
 if __name__ == "__main__":

@@ -68,6 +68,26 @@ def select_candidates(logits: Tensor, top_k: IntArray, top_p: FloatArray) -> Sel
     return Selection(narrow_rows, best, wide_rows, wide_logits)
 
 
+_SUM_ERROR = 4e-6
+"""Masses from a sum that was made elsewhere are told apart from a limit beyond this."""
+
+
+def filter_top_p(
+    best: BestTokens, log_sums: Tensor, top_p: FloatArray
+) -> tuple[BestTokens, np.ndarray[Any, Any]]:
+    """Apply top-p to the best tokens of rows of which the rest is not at hand.
+
+    `log_sums` [n] float64 are logarithms of the sums of exponentials of whole rows. The mask [n]
+    tells the rows for which that is certain to be what `select_candidates` keeps.
+    """
+    mass = (best.values.to(torch.float64) - log_sums.unsqueeze(1)).exp().cumsum(dim=1)
+    limit = torch.from_numpy(_mass_limit(top_p)).unsqueeze(1)
+    values = best.values.clone()
+    values[:, 1:].masked_fill_(mass[:, :-1] >= limit, -torch.inf)
+    sure = (mass[:, -1:] >= limit) & ~((mass - limit).abs() < _SUM_ERROR).any(dim=1, keepdim=True)
+    return BestTokens(values, best.token_ids), sure.squeeze(1).numpy()
+
+
 def _rows(logits: Tensor, index: Tensor) -> Tensor:
     return logits if len(index) == logits.shape[0] else logits[index]
 

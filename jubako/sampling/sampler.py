@@ -24,9 +24,23 @@ from jubako.scheduler.model_output import LogprobsLists
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
+NOTHING_ALLOWED = -1
+"""Instead of a token: everything is forbidden."""
+NO_NUMBERS = -2
+"""Instead of a token: a logit is NaN."""
+
+NO_TOKEN = {
+    NOTHING_ALLOWED: "No token is allowed to come next: what is asked for excludes all of the "
+    "vocabulary. Check allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar.",
+    NO_NUMBERS: "The model's logits are not numbers (NaN). The weights may be damaged, or their "
+    "dtype too narrow for them; try dtype float32.",
+}
+"""What to tell the caller."""
+
 
 class SamplerOutput(NamedTuple):
-    """`token_ids` [r] int64; `logprobs` has one row for each of `logprob_rows`, None if none."""
+    """`token_ids` [r] int64, or a reason of `NO_TOKEN`; `logprobs` has one row for each of
+    `logprob_rows`, None if none."""
 
     token_ids: Tensor
     logprobs: LogprobsLists | None
@@ -64,7 +78,7 @@ class Sampler:
         token_ids = self._sample(logits, metadata, batch_rows, output_index)
         logprobs = None
         if raw is not None:
-            chosen = token_ids[_index(logprob_rows, logits)]
+            chosen = token_ids[_index(logprob_rows, logits)].clamp(min=0)
             logprobs = gather_logprobs(raw, chosen, wanted[logprob_rows])
         return SamplerOutput(token_ids, logprobs, logprob_rows)
 
@@ -78,7 +92,7 @@ class Sampler:
         changed = metadata.logitsprocs.rows_with_changes(metadata.num_rows)
         greedy = metadata.greedy[batch_rows]
         if not changed and greedy.all():
-            return argmax_tokens(logits)
+            return _best(logits)
 
         # Greedy rows that no processor changes are looked at once, in the model's own type.
         plain = greedy.copy()
@@ -87,7 +101,7 @@ class Sampler:
         token_ids = torch.empty(len(batch_rows), dtype=torch.int64, device=logits.device)
         if plain.any():
             rows = plain.nonzero()[0]
-            token_ids[_index(rows, logits)] = argmax_tokens(_take(logits, rows))
+            token_ids[_index(rows, logits)] = _best(_take(logits, rows))
         work = (~plain).nonzero()[0]
         if not work.size:
             return token_ids
@@ -104,7 +118,7 @@ class Sampler:
                 continue
             part_logits = _take(chosen, part)
             if is_greedy:
-                drawn = argmax_tokens(part_logits)
+                drawn = _best(part_logits)
             else:
                 drawn = self._draw(part_logits, metadata, work_rows[part], output_index)
             token_ids[_index(work[part], logits)] = drawn
@@ -126,6 +140,7 @@ class Sampler:
         keys = noise_keys(metadata.seeds[batch_rows], output_index[batch_rows]).to(logits.device)
         top_k, top_p = metadata.top_k[batch_rows], metadata.top_p[batch_rows]
         drawn = torch.empty(len(batch_rows), dtype=torch.int64, device=logits.device)
+        best = logits.amax(dim=1)
 
         filtered = (top_k < logits.shape[1]) | (top_p < 1)
         free = (~filtered).nonzero()[0]
@@ -142,7 +157,18 @@ class Sampler:
             if found.wide_rows.size:
                 rows = _index(limited[found.wide_rows], logits)
                 drawn[rows] = draw_from_vocabulary(found.wide_logits, keys[rows])
-        return drawn
+        return _unless_none(drawn, best)
+
+
+def _best(logits: Tensor) -> Tensor:
+    token_ids = argmax_tokens(logits)
+    return _unless_none(token_ids, logits.gather(1, token_ids.unsqueeze(1)).squeeze(1))
+
+
+def _unless_none(token_ids: Tensor, best: Tensor) -> Tensor:
+    """The ids [m], but reasons where the `best` logit [m] of a row is none."""
+    token_ids = token_ids.masked_fill_(best == -torch.inf, NOTHING_ALLOWED)
+    return token_ids.masked_fill_(best.isnan(), NO_NUMBERS)
 
 
 def _index(rows: Rows, like: Tensor) -> Tensor:

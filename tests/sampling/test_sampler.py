@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jubako.sampling.candidates import Selection, select_candidates
 from jubako.sampling.logits_processors import BatchUpdate, LogitsProcessor
+from jubako.sampling.sampler import NO_NUMBERS, NOTHING_ALLOWED
 from jubako.sampling_params import SamplingParams
 from tests.sampling.goodness import fits_counts
 from tests.sampling.oracle import (
@@ -235,15 +236,26 @@ def test_forbidden_tokens_are_never_drawn() -> None:
         assert set(tokens(logits, rows)) == {3, 40}
 
 
-def test_a_row_with_nothing_allowed_still_gives_an_id() -> None:
-    logits = torch.full((4, 50), -torch.inf)
+@pytest.mark.parametrize(
+    ("value", "reason"), [(-torch.inf, NOTHING_ALLOWED), (torch.nan, NO_NUMBERS)]
+)
+def test_a_row_without_a_token_says_why_and_harms_nobody(value: float, reason: int) -> None:
     rows = [
         Row(),
         Row(temperature=1.0),
         Row(temperature=1.0, top_k=3),
-        Row(temperature=1, top_p=0.5),
+        Row(temperature=1.0, top_p=0.5),
+        Row(logit_bias={3: 1.0}, logprobs=2),
     ]
-    assert all(0 <= t < 50 for t in tokens(logits, rows))
+    random = torch.Generator().manual_seed(0)
+    good = torch.randn(5, 50, generator=random)
+    logits = torch.cat([good, torch.full((5, 50), value)])
+    assert tokens(logits, 2 * rows) == tokens(good, rows) + [reason] * 5
+
+
+def test_an_allowed_set_that_other_rules_empty_is_an_empty_set() -> None:
+    row = Row(allowed_token_ids=[3], bad_words_token_ids=[[3]])
+    assert tokens(torch.zeros(1, 50), [row]) == [NOTHING_ALLOWED]
 
 
 # -- the whole pipeline -----------------------------------------------------------------------

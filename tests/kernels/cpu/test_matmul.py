@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from jubako.kernels.cpu import packed_matrix
 from jubako.kernels.cpu.library import Pool
 from jubako.kernels.cpu.matmul import EPILOGUE_ADD, EPILOGUES_MUL
 from jubako.kernels.cpu.packed_matrix import GGUF_KINDS, PackedMatrix, Piece
@@ -90,6 +93,19 @@ def test_a_float32_row_is_the_same_in_any_batch(native_pool: Pool) -> None:
         for start in (0, 100):
             part = product(native_pool, x[start : start + rows], packed)
             assert torch.equal(part, whole[start : start + rows])
+
+
+@pytest.mark.parametrize("kind", ["BF16", "INT8"])
+def test_more_rows_than_a_cache_holds(native_pool: Pool, kind: str) -> None:
+    """They are worked on in groups; the last block of the last one overlaps the group before."""
+    torch.manual_seed(0)
+    n, k, rows = 200, 4100, 205
+    packed = PackedMatrix.from_tensor(torch.randn(n, k).bfloat16(), native_pool, kind=kind)
+    held = packed.rows(torch.arange(n), native_pool)
+    x, before = torch.randn(rows, k).bfloat16(), torch.randn(rows, n)
+    exact = before + exact_product(x, held)
+    ours = product(native_pool, x, packed, epilogue=EPILOGUE_ADD, out=before)
+    assert error(ours, exact) < (EXACT if kind == "BF16" else 2e-2)
 
 
 def test_results_are_added(native_pool: Pool) -> None:
@@ -254,3 +270,29 @@ def test_what_cannot_be_packed_says_so(native_pool: Pool) -> None:
         PackedMatrix.from_blocks(pieces, 64, native_pool, interleaved=True)
     with pytest.raises(ValueError, match="Q2_K has no packed layout"):
         PackedMatrix.from_blocks([Piece(pieces[0].data, "Q2_K")], 64, native_pool)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", ["BF16", "Q5_0"])
+def test_a_source_that_is_given_back_on_the_way_is_packed_the_same(
+    native_pool: Pool, kind: str, interleaved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_matrix, "_WORTH_DISCARDING", 0)
+    monkeypatch.setattr(packed_matrix, "_DISCARD_BYTES", 1 << 16)
+    n, k = 1400, 320
+
+    def pack(consume: bool) -> list[bytes]:
+        if kind == "BF16":
+            weight = torch.randn(n, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+            packed = PackedMatrix.from_tensor(
+                weight, native_pool, interleaved=interleaved, consume=consume
+            )
+        else:
+            weight = blocks_of(kind, n, k)
+            halves = [Piece(half, kind) for half in weight.chunk(2)]
+            packed = PackedMatrix.from_blocks(
+                halves, k, native_pool, interleaved=interleaved, consume=consume
+            )
+        return [ctypes.string_at(piece.address, piece.num_bytes) for piece in packed.memory]
+
+    assert pack(consume=True) == pack(consume=False)

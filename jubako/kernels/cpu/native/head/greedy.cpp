@@ -3,7 +3,12 @@
 // Each thread goes through its panels of the vocabulary and keeps, for each row and lane, the best
 // so far; lanes and threads are merged at the end. The lowest id wins among equals: a lane sees its
 // ids in ascending order and keeps the first, and the merges compare ids.
+//
+// A soft cap comes after the rounding, in float32, and grows with the logit: the largest rounded logit
+// is the largest capped one, and equals stay equals. Only beyond eight times the cap, where it is flat,
+// would different logits become equals.
 
+#include "../matmul/pipeline_amx.h"
 #include "../matmul/product.h"
 #include "args.h"
 
@@ -34,6 +39,96 @@ JB_INLINE bool better(float value, int64_t id, const Winner& than) {
   return value > than.value || (value == than.value && id < than.id);
 }
 
+// What goes for a panel's logits.
+struct Logits {
+  f32x16 shift[2];
+  i32x16 number;  // the panel's
+  int64_t valid;  // outputs from here on
+};
+
+JB_INLINE Logits logits_of(const HeadGreedyArgs* a, int64_t panel) {
+  Logits l{{v_set(0), v_set(0)}, v_seti((int32_t)panel), a->w->n - panel * PANEL};
+  for (int t = 0; t < 2 && a->bias; ++t) {
+    const int64_t at = panel * PANEL + TILE * t, count = l.valid - TILE * t;
+    if (count > 0) {
+      l.shift[t] = count >= TILE ? v_load(a->bias + at) : v_load_part(a->bias, at, F32, count);
+    }
+  }
+  return l;
+}
+
+// A tile's logits of a row. Looking at a row twice changes nothing.
+JB_INLINE void consider(const Logits& l, int t, f32x16 value, int32_t round_dtype, Best* best) {
+  value = round_to(value + l.shift[t], round_dtype);
+  for (int64_t j = l.valid - TILE * t; j < TILE; ++j) {
+    if (j >= 0) ((float*)&value)[j] = -__builtin_inff();
+  }
+  const f32x16 before = v_load(best->value + TILE * t);
+  i32x16 panel;
+  memcpy(&panel, best->panel + TILE * t, 64);
+  const i32x16 wins = value > before;
+  v_store(best->value + TILE * t, wins ? value : before);
+  panel = wins ? l.number : panel;
+  memcpy(best->panel + TILE * t, &panel, 64);
+}
+
+#if JB_AMX
+
+template <bool PAIRS>
+struct BestSink {
+  const HeadGreedyArgs* a;
+  const RowsOfX* x;
+  Best* best;
+  Logits logits[2];
+  SumScales<PAIRS> scales[2];
+
+  JB_INLINE_MEMBER void open(int64_t panel, int64_t which) {
+    logits[which] = logits_of(a, panel);
+    scales[which].open(a->w, panel);
+  }
+  JB_INLINE_MEMBER void fetch(int64_t, int64_t) const {}
+  JB_INLINE_MEMBER void row(int64_t which, int64_t r, const float* c) const {
+    for (int t = 0; t < 2; ++t) {
+      consider(logits[which], t, scales[which].value(*x, r, c, t), a->round_dtype, best + r);
+    }
+  }
+};
+
+#endif
+
+// The best of each row among the panels of `own`.
+void find(const HeadGreedyArgs* a, const RowsOfX& x, Range own, char* buffer, Best* best) {
+#if JB_AMX
+  if (tiles_serve(x, a->w)) {
+    if (x.form == FORM_INT8) {
+      BestSink<false> sink{a, &x, best};
+      run_tiles<false>(x, a->w, own, buffer, sink);
+    } else {
+      BestSink<true> sink{a, &x, best};
+      run_tiles<true>(x, a->w, own, buffer, sink);
+    }
+    return;
+  }
+#endif
+  alignas(64) float c[GROUP * PANEL];
+  for (int64_t panel = own.begin; panel < own.end; ++panel) {
+    const char* opened = open_panel(x, a->w, panel, buffer);
+    const Logits logits = logits_of(a, panel);
+    for (int64_t first = 0; first < x.rows;) {
+      const RowGroup group = row_group(x.rows, first, x.rows);
+      first += group.count - group.skip;
+      const bool more = first >= x.rows && panel + 1 < own.end;
+      product_rows(x, a->w, panel, opened, group.start, group.count, c, more);
+      if (more) fetch_ahead(panel_start(a->w, panel + 1), group.count);
+      for (int64_t r = 0; r < group.count; ++r) {
+        for (int t = 0; t < 2; ++t) {
+          consider(logits, t, v_load(c + r * PANEL + TILE * t), a->round_dtype, best + group.start + r);
+        }
+      }
+    }
+  }
+}
+
 void greedy(Team& team, const void* args) {
   const HeadGreedyArgs* a = (const HeadGreedyArgs*)args;
   const int64_t rows = *a->rows;
@@ -56,42 +151,8 @@ void greedy(Team& team, const void* args) {
       memset(best[r].panel + TILE * t, 0xff, 64);
     }
   }
-  alignas(64) float c[GROUP * PANEL];
   product_begin(rows);
-  Range own = team.range(matrix_panels(w));
-  for (int64_t panel = own.begin; panel < own.end; ++panel) {
-    const char* opened = open_panel(x, w, panel, buffer);
-    for (int64_t first = 0; first < rows;) {
-      // Where groups overlap, looking at a row twice changes nothing.
-      const RowGroup group = row_group(rows, first, rows);
-      first += group.count - group.skip;
-      const bool more = first >= rows && panel + 1 < own.end;
-      product_rows(x, w, panel, opened, group.start, group.count, c, more);
-      if (more) fetch_ahead(panel_start(w, panel + 1), group.count);
-      for (int t = 0; t < 2; ++t) {
-        int64_t id = panel * PANEL + TILE * t, valid = w->n - id;
-        if (valid <= 0) break;
-        f32x16 shift = v_set(0);
-        if (a->bias) shift = valid >= TILE ? v_load(a->bias + id) : v_load_part(a->bias, id, F32, valid);
-        for (int64_t r = 0; r < group.count; ++r) {
-          f32x16 value = v_load(c + r * PANEL + TILE * t);
-          if (a->bias) value += shift;
-          value = round_to(value, a->round_dtype);
-          if (valid < TILE) {
-            for (int64_t j = valid; j < TILE; ++j) ((float*)&value)[j] = -__builtin_inff();
-          }
-          Best* row = best + group.start + r;
-          f32x16 before = v_load(row->value + TILE * t);
-          i32x16 old;
-          memcpy(&old, row->panel + TILE * t, 64);
-          i32x16 wins = value > before;
-          v_store(row->value + TILE * t, wins ? value : before);
-          old = wins ? v_seti((int32_t)panel) : old;
-          memcpy(row->panel + TILE * t, &old, 64);
-        }
-      }
-    }
-  }
+  find(a, x, team.range(matrix_panels(w)), buffer, best);
   product_end();
   for (int64_t r = 0; r < rows; ++r) {
     Winner winner{-__builtin_inff(), 0, INT64_MAX};
@@ -110,15 +171,19 @@ void greedy(Team& team, const void* args) {
       const Winner& o = winners[other * rows + r];
       if (better(o.value, o.id, winner)) winner = o;
     }
-    // A row of nothing but NaN or minus infinity has no best: its first.
-    a->ids[r] = winner.id == INT64_MAX ? 0 : winner.id;
+    a->ids[r] = winner.id == INT64_MAX ? -1 : winner.id;
     if (a->values) a->values[r] = winner.value;
   }
 }
 
 }  // namespace
 
-void fill_head(OpTable& table) { table.fn[OP_HEAD_GREEDY] = greedy; }
+void candidates(Team& team, const void* args);
+
+void fill_head(OpTable& table) {
+  table.fn[OP_HEAD_GREEDY] = greedy;
+  table.fn[OP_HEAD_CANDIDATES] = candidates;
+}
 
 }  // namespace JB_ISA
 }  // namespace jb

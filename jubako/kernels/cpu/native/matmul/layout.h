@@ -94,10 +94,10 @@ JB_INLINE const char* unit_numbers(Unit unit, const char* at, int tile) {
   return at + 2 * unit.scales + tile * unit.numbers;
 }
 
-// How many rows of x are worked on as one: as many as stay in a core's second-level cache beside a
-// panel.
-JB_INLINE int64_t rows_in_cache(int64_t k) {
-  int64_t rows = (5 << 18) / (k < 64 ? 128 : 2 * k) / 32 * 32;
+// How many rows of x, of so many bytes, are worked on as one: as many as stay in a core's second-level
+// cache beside panels and results.
+JB_INLINE int64_t rows_in_cache(int64_t bytes) {
+  int64_t rows = (3 << 18) / (bytes < 64 ? 64 : bytes) / 32 * 32;
   return rows < 32 ? 32 : rows;
 }
 

@@ -2,11 +2,55 @@
 
 #include "args.h"
 #include "finish.h"
+#include "pipeline_amx.h"
 #include "product.h"
 
 namespace jb {
 namespace JB_ISA {
 namespace {
+
+#if JB_AMX
+
+template <int EPILOGUE, int DTYPE, bool PAIRS>
+struct FinishSink {
+  const MatmulArgs* a;
+  const RowsOfX* x;
+  const Matrix* w;
+  int64_t column;
+  const float* bias;
+  Outputs<EPILOGUE> outputs[2];
+  SumScales<PAIRS> scales[2];
+
+  JB_INLINE_MEMBER void open(int64_t panel, int64_t which) {
+    outputs[which] = outputs_of<EPILOGUE>(w, panel, column, bias);
+    scales[which].open(w, panel);
+  }
+  // Written lines must be read from memory first.
+  JB_INLINE_MEMBER void fetch(int64_t which, int64_t r) const {
+    const int64_t to = r * a->ldy + outputs[which].to;
+    const char* y = (const char*)a->y + to * (DTYPE == F32 ? 4 : 2);
+    __builtin_prefetch(y, 1);
+    if (DTYPE == F32 && !Outputs<EPILOGUE>::GATED) __builtin_prefetch(y + 64, 1);
+  }
+  JB_INLINE_MEMBER void row(int64_t which, int64_t r, const float* c) const {
+    const SumScales<PAIRS>& s = scales[which];
+    finish_row<EPILOGUE, DTYPE>(a, outputs[which], r, s.value(*x, r, c, 0), s.value(*x, r, c, 1));
+  }
+};
+
+template <int EPILOGUE, int DTYPE>
+void finish_tiles(const MatmulArgs* a, const RowsOfX& x, const Matrix* w, int64_t column,
+                  const float* bias, Range own, char* buffer) {
+  if (x.form == FORM_INT8) {
+    FinishSink<EPILOGUE, DTYPE, false> sink{a, &x, w, column, bias};
+    run_tiles<false>(x, w, own, buffer, sink);
+  } else {
+    FinishSink<EPILOGUE, DTYPE, true> sink{a, &x, w, column, bias};
+    run_tiles<true>(x, w, own, buffer, sink);
+  }
+}
+
+#endif
 
 void matmul(Team& team, const void* args) {
   const MatmulArgs* a = (const MatmulArgs*)args;
@@ -29,7 +73,17 @@ void matmul(Team& team, const void* args) {
     }
     Range own = team.range(matrix_panels(w));
     const float* bias = a->bias ? a->bias + bias_at : nullptr;
-    int64_t chunk = rows_in_cache(w->k);
+#if JB_AMX
+    if (tiles_serve(x, w)) {
+#define JB_TILES(EPILOGUE, DTYPE) finish_tiles<EPILOGUE, DTYPE>(a, x, w, column, bias, own, buffer)
+      JB_EPILOGUES(a, JB_TILES)
+#undef JB_TILES
+      column += w->interleaved ? w->n / 2 : w->n;
+      bias_at += w->n;
+      continue;
+    }
+#endif
+    int64_t chunk = rows_in_cache(2 * w->k);
     for (int64_t from = 0; from < rows; from += chunk) {
       int64_t to = from + chunk < rows ? from + chunk : rows;
       for (int64_t panel = own.begin; panel < own.end; ++panel) {

@@ -72,22 +72,23 @@ JB_INLINE char* thread_scratch(const XRef& ref, const Team& team) {
 
 #if defined(__AVX512VNNI__)
 static void quantise_rows(const XRef& ref, int64_t begin, int64_t end, char* to, RowsOfX* out) {
-  int64_t k = round_up(ref.k, 64);
+  // An odd number of cache lines: rows of one column lie in different sets of the cache.
+  const int64_t k = round_up(ref.k, 64), stride = k | 64;
   float* scales = (float*)to;
   int32_t* sums = (int32_t*)(scales + round_up(ref.rows, 16));
   int8_t* high = (int8_t*)(sums + 2 * round_up(ref.rows, 16));
-  int8_t* low = high + ref.rows * k;
+  int8_t* low = high + ref.rows * stride;
   for (int64_t r = begin; r < end; ++r) {
     const uint16_t* row = (const uint16_t*)ref.x + r * ref.ldx;
     if (ref.activation_bits == 16) {
-      scales[r] = quantise_row<16>(row, ref.k, k, high + r * k, low + r * k, sums + 2 * r);
+      scales[r] = quantise_row<16>(row, ref.k, k, high + r * stride, low + r * stride, sums + 2 * r);
     } else {
-      scales[r] = quantise_row<8>(row, ref.k, k, high + r * k, nullptr, sums + 2 * r);
+      scales[r] = quantise_row<8>(row, ref.k, k, high + r * stride, nullptr, sums + 2 * r);
     }
   }
   out->x = high;
   out->low = low;
-  out->ldx = k;
+  out->ldx = stride;
   out->scales = scales;
   out->sums = sums;
 }
@@ -198,15 +199,16 @@ static void int8_rows(const RowsOfX& x, const Matrix* w, int64_t panel, const ch
                       int64_t first, int64_t rows, float* c, int64_t next_bytes) {
   (void)next_bytes;
   alignas(64) int32_t low_sums[GROUP * PANEL];
+  const int64_t k = round_up(x.k, 64);
   const int planes = x.bits == 16 ? 2 : 1;
   for (int plane = 0; plane < planes; ++plane) {
     const int8_t* from = (plane ? x.low : (const int8_t*)x.x) + first * x.ldx;
     int32_t* to = plane ? low_sums : (int32_t*)c;
 #if JB_AMX
-    amx_panel<false>(rows, (const char*)from, x.ldx, opened, x.ldx / 64, (char*)to,
+    amx_panel<false>(rows, (const char*)from, x.ldx, opened, k / 64, (char*)to,
                      panel_start(w, panel + 1), plane ? 0 : next_bytes);
 #else
-    dot_int8(rows, from, x.ldx, opened, x.ldx, to);
+    dot_int8(rows, from, x.ldx, opened, k, to);
 #endif
   }
   const float* scales = w->scales + panel * PANEL;
