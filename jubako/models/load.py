@@ -14,7 +14,31 @@ from jubako.layers.cache import CacheLayer
 from jubako.layers.dtype import default_dtype
 from jubako.models.decoder import DecoderForCausalLM
 from jubako.models.interface import CausalLM
+from jubako.models.kept_weights import KeptWeights
 from jubako.models.registry import get_model_class
+from jubako.utils.free_memory import give_back_freed_memory
+
+
+def ready_model(
+    config: JubakoConfig, checkpoint: Any, device: torch.device
+) -> tuple[nn.Module, KeptWeights | None]:
+    """The model of `config` with its weights as the kernels read them.
+
+    They come from an earlier start where it left them, else from `checkpoint`, as `load_model`
+    says; then the second result can write them for the next one.
+    """
+    model = build_model(config, device)
+    keep_blocks = _check_quantization(model, config, checkpoint)
+    kept = KeptWeights.of(config, checkpoint, device)
+    is_there = kept is not None and kept.restore(model)
+    if not is_there:
+        _fill(model, config, checkpoint, device, keep_blocks)
+    pack_weights(model, config.model_config.quantization)
+    if not is_there:
+        give_back_freed_memory()
+        if kept is not None:
+            kept.keep(model)
+    return model, kept
 
 
 def load_model(config: JubakoConfig, checkpoint: Any, device: torch.device) -> nn.Module:
@@ -24,20 +48,33 @@ def load_model(config: JubakoConfig, checkpoint: Any, device: torch.device) -> n
     architecture, setting or tensor that the model does not know, and CheckpointError for a tensor
     that is missing or has the wrong shape.
     """
-    from jubako.models.loader import load_weights
-
     model = build_model(config, device)
-    keep_blocks = _check_quantization(model, config.model_config.quantization, checkpoint)
-    dtype = getattr(torch, config.model_config.dtype)
-    weights = load_weights(checkpoint, dtype, device, keep_blocks=keep_blocks)
-    cast(CausalLM, model).load_weights(weights)
+    keep_blocks = _check_quantization(model, config, checkpoint)
+    _fill(model, config, checkpoint, device, keep_blocks)
     return model
 
 
-def _check_quantization(model: nn.Module, quantization: str, checkpoint: Any) -> bool:
+def _fill(
+    model: nn.Module, config: JubakoConfig, checkpoint: Any, device: torch.device, keep_blocks: bool
+) -> None:
+    from jubako.models.loader import load_weights
+
+    dtype = getattr(torch, config.model_config.dtype)
+    weights = load_weights(checkpoint, dtype, device, keep_blocks=keep_blocks)
+    cast(CausalLM, model).load_weights(weights)
+
+
+def _check_quantization(model: nn.Module, config: JubakoConfig, checkpoint: Any) -> bool:
     """Whether a GGUF file's blocks are kept. ConfigError for what cannot be held as asked."""
+    quantization, dtype = config.model_config.quantization, config.model_config.dtype
     if quantization == "none":
         return False
+    if dtype not in ("bfloat16", "float32"):
+        raise ConfigError(
+            f"quantization={quantization!r} computes in bfloat16 or float32, not in {dtype}; "
+            "choose one of them as dtype, or quantization none.",
+            "quantization",
+        )
     if get_kernels().name != "cpu":
         raise ConfigError(
             f"quantization={quantization!r} needs the native kernels, and this machine or "

@@ -23,7 +23,7 @@ def load_weights(
 
     `sanitize` turns a checkpoint's name into the model's own, or None for a tensor that is not
     wanted. Tensors are copied one at a time, or kept where they fit as they are (then the caller
-    must not write to them), so no second copy of the model ever exists. Raises
+    must not use them any more), so no second copy of the model ever exists. Raises
     UnsupportedModelError for a tensor without a place, and CheckpointError for one that has the
     wrong shape, comes twice or is missing.
     """

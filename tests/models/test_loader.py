@@ -51,6 +51,13 @@ def test_values_are_those_of_the_gguf_package(name: str) -> None:
     assert np.array_equal(ours, expected.reshape(ours.shape), equal_nan=True)
 
 
+@pytest.mark.parametrize("name", sorted(BLOCKS))
+def test_a_block_alone_is_read_as_among_others(name: str) -> None:
+    blocks = torch.randint(0, 120, (4, BLOCKS[name][1]), dtype=torch.uint8)
+    alone = [dequantize(blocks[i : i + 1], name) for i in range(4)]
+    assert torch.equal(torch.cat(alone), dequantize(blocks, name))
+
+
 def test_types_that_are_promised() -> None:
     promised = "F32 F16 BF16 Q8_0 Q5_0 Q5_1 Q4_0 Q4_1 Q4_K Q5_K Q6_K Q2_K Q3_K"
     assert set(promised.split()) <= BLOCKS.keys()
@@ -254,6 +261,25 @@ def test_entry_that_makes_no_sense(folder: Path, header: Any) -> None:
     with_header(folder, header)
     with pytest.raises(CheckpointError, match=r"header of model\.safetensors is damaged"):
         load(folder)
+
+
+def test_what_models_keep_in_float32_is_not_rounded_on_the_way(tmp_path: Path) -> None:
+    """A norm, a bias and the rates of a recurrence; matrices are as wanted."""
+    torch.manual_seed(0)
+    stored = {
+        "norm.weight": torch.randn(5),
+        "mixer.A_log": torch.randn(3, 4),
+        "mixer.weight": torch.randn(3, 4),
+        "half.weight": torch.randn(5).half(),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    files = [tmp_path / "model.safetensors"]
+    found = dict(safetensors_weights(files, torch.bfloat16, torch.device("cpu")))
+    for name in ("norm.weight", "mixer.A_log"):
+        assert torch.equal(found[name], stored[name])
+        assert found[name].dtype == torch.float32
+    for name in ("mixer.weight", "half.weight"):
+        assert torch.equal(found[name], stored[name].bfloat16())
 
 
 @pytest.mark.parametrize("kind", ["I64", "U8", "F8_E4M3", "BOOL", None])

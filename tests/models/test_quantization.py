@@ -15,7 +15,9 @@ from jubako.config import JubakoConfig
 from jubako.errors import ConfigError
 from jubako.kernels.cpu.library import library
 from jubako.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+from jubako.layers.weights import StoredBlocks
 from jubako.models.load import load_model, pack_weights
+from jubako.models.loader import gguf_weights, load_weights
 from tests.checkpoint.gguf_files import ARCHITECTURES, tiny_model, write_model
 from tests.models.harness import PagedRunner, make_config
 
@@ -109,3 +111,31 @@ def test_only_a_gguf_file_has_blocks_of_its_own(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path))
     with pytest.raises(ConfigError, match="needs a GGUF file"):
         load(checkpoint, "gguf-native")
+
+
+@pytest.mark.parametrize("quantization", ["gguf-native", "int8", "int4"])
+def test_fewer_bits_need_a_dtype_that_products_take(tmp_path: Path, quantization: str) -> None:
+    checkpoint = write(tmp_path, "llama", alike)
+    config = config_of(checkpoint, quantization).replace(model_config={"dtype": "float16"})
+    with pytest.raises(ConfigError, match="bfloat16 or float32, not in float16"):
+        load_model(config, checkpoint, torch.device("cpu"))
+
+
+def test_blocks_without_a_packed_layout_are_expanded_as_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write(tmp_path, "llama", lambda name: QuantType.Q5_0)
+
+    def weights() -> dict[str, Any]:
+        return dict(load_weights(checkpoint, torch.float32, keep_blocks=True))
+
+    kept = weights()
+    assert any(isinstance(weight, StoredBlocks) for weight in kept.values())
+    monkeypatch.setattr(gguf_weights, "GGUF_KINDS", ("Q8_0",))
+    for name, weight in weights().items():
+        assert isinstance(weight, torch.Tensor)
+        own = kept[name]
+        if isinstance(own, StoredBlocks):
+            monkeypatch.setattr(gguf_weights, "CHUNK_ELEMENTS", 96)  # several pieces
+            own = own.expand(own.data)
+        assert torch.equal(own, weight)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,22 +13,17 @@ from typing import Any
 from jubako import __version__
 from jubako.errors import ConfigError
 from jubako.utils import cpu
+from jubako.utils.versions import installed_versions
 
 _LIBRARIES = ("torch", "numpy", "tokenizers", "httpx")
 
 
 def environment() -> dict[str, Any]:
     """The machine and the versions, and how busy the machine is."""
-    versions: dict[str, str | None] = {}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
     return {
         "jubako": __version__,
         "python": platform.python_version(),
-        "libraries": versions,
+        "libraries": installed_versions(_LIBRARIES),
         "system": platform.platform(),
         "cpu": cpu.processor_name(),
         "cores": cpu.num_cores(),

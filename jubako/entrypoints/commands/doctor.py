@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import platform
 from typing import Any
 
 from jubako import __version__
+from jubako.utils.versions import installed_versions
 
 LIBRARIES = (
     "torch",
@@ -91,13 +91,12 @@ def _machine() -> dict[str, Any]:
 
 
 def _libraries(problems: list[str]) -> dict[str, str | None]:
-    versions: dict[str, str | None] = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-            problems.append(f"{name} is not installed; run: pip install --upgrade jubako")
+    versions = installed_versions(LIBRARIES)
+    problems += [
+        f"{name} is not installed; run: pip install --upgrade jubako"
+        for name, version in versions.items()
+        if version is None
+    ]
     return versions
 
 

@@ -25,7 +25,8 @@ def _fields(packed: torch.Tensor, bits: int, shifts: tuple[int, ...]) -> torch.T
 
     `k` is a multiple of 8: eight bytes are worked on at once, as one integer.
     """
-    words = packed.contiguous().view(torch.int64)
+    # A single block's slice counts as contiguous wherever it begins: only a copy is aligned.
+    words = packed.clone(memory_format=torch.contiguous_format).view(torch.int64)
     mask = ((1 << bits) - 1) * 0x0101010101010101
     return torch.stack([(words >> shift) & mask for shift in shifts], dim=-2).view(torch.uint8)
 

@@ -11,6 +11,7 @@ import torch
 
 from jubako.checkpoint.gguf import GGUFFile, GGUFTensor
 from jubako.errors import CheckpointError, UnsupportedModelError
+from jubako.kernels.cpu.packed_matrix import GGUF_KINDS
 from jubako.layers.weights import StoredBlocks
 from jubako.models.loader.dequantize import BLOCKS, dequantize
 
@@ -85,8 +86,6 @@ _SUMS = ("gemma2", "gemma3")
 _INTERLEAVED = ("arcee", "llama", "granite", "mistral3", "smollm3")
 """Architectures whose rows of queries and keys are in the order of an interleaved rotation."""
 
-_FLOATS = ("F32", "F16", "BF16")
-
 _IGNORED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Read with the configuration, not as weights."""
 
@@ -121,8 +120,8 @@ def gguf_weights(
 ) -> Iterator[tuple[str, Any]]:
     """Every weight of the file, expanded to `dtype` on `device`. See `load_weights`.
 
-    `config` is the checkpoint's `hf_config`. With `keep_blocks` a quantised matrix comes as
-    `StoredBlocks`, its rows in their Hugging Face order.
+    `config` is the checkpoint's `hf_config`. With `keep_blocks` a matrix of blocks that the
+    native kernels take comes as `StoredBlocks`, its rows in their Hugging Face order.
     """
     architecture = file.metadata["general.architecture"]
     names = {name: hf_name(architecture, name) for name in file.tensors}
@@ -137,7 +136,7 @@ def gguf_weights(
             if name is None:
                 continue
             heads = _interleaved_heads(config, architecture, tensor.name)
-            if keep_blocks and len(tensor.shape) == 2 and tensor.type not in _FLOATS:
+            if keep_blocks and len(tensor.shape) == 2 and tensor.type in GGUF_KINDS:
                 yield name, _stored(file, tensor, dtype, heads)
                 continue
             is_sum = architecture in _SUMS and tensor.name.endswith("norm.weight")
@@ -161,8 +160,13 @@ def _stored(file: GGUFFile, tensor: GGUFTensor, dtype: torch.dtype, heads: int) 
         data = _unpermute(data, heads, tensor.name)
 
     def expand(data: torch.Tensor) -> torch.Tensor:
-        values = dequantize(data.view(-1, nbytes), tensor.type).view(data.shape[0], columns)
-        return values.to(dtype)
+        out = torch.empty((data.shape[0], columns), dtype=dtype)
+        blocks, flat = data.view(-1, nbytes), out.view(-1, elements)
+        step = max(1, CHUNK_ELEMENTS // elements)
+        for start in range(0, len(blocks), step):
+            values = dequantize(blocks[start : start + step], tensor.type)
+            flat[start : start + step].copy_(values.view(-1, elements))
+        return out
 
     return StoredBlocks(data, tensor.type, tensor.shape, expand)
 

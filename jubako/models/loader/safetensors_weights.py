@@ -110,13 +110,24 @@ class SafetensorsFiles:
 def safetensors_weights(
     files: Sequence[Path], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the files, converted to `dtype` on `device`. See `load_weights`."""
+    """Every tensor of the files on `device`, in `dtype` unless it is small. See `load_weights`."""
     tensors = SafetensorsFiles(files, DTYPES)
     try:
-        for name in tensors.entries:
-            yield name, tensors.read(name, weight_dtype(name, dtype)).to(device)
+        for name, entry in tensors.entries.items():
+            wanted = weight_dtype(name, dtype)
+            if entry.dtype == torch.float32 and _is_small(entry):
+                wanted = torch.float32
+            yield name, tensors.read(name, wanted).to(device)
     finally:
         tensors.close()
+
+
+def _is_small(entry: Entry) -> bool:
+    """Whether it may be a parameter that models keep in float32, which rounding would not leave so.
+
+    Norms, biases and the rates of recurrences are; a matrix of rates is told by its name.
+    """
+    return len(entry.shape) < 2 or entry.name.endswith("A_log")
 
 
 def weight_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

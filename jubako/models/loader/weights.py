@@ -36,11 +36,11 @@ def load_weights(
     """Yield every tensor of the checkpoint under its Hugging Face name, in file order.
 
     Each is new memory in `dtype` on `device`, which the caller may keep; offsets of routers' scores
-    stay float32. One tensor is read at a time, in pieces of a few megabytes, and no page of the
-    file stays mapped. Quantised tensors are expanded. A GGUF file and the folder it was made from
-    give the same tensors: Gemma's norms lose the 1 that the file adds, Llama's query and key rows
-    get back their order. With `keep_blocks` quantised matrices of a GGUF file come as
-    `layers.weights.StoredBlocks`.
+    stay float32, and so does what is small in a safetensors file that is not quantised. One tensor
+    is read at a time, in pieces of a few megabytes, and no page of the file stays mapped. Quantised
+    tensors are expanded. A GGUF file and the folder it was made from give the same tensors: Gemma's
+    norms lose the 1 that the file adds, Llama's query and key rows get back their order. With
+    `keep_blocks` quantised matrices of a GGUF file come as `layers.weights.StoredBlocks`.
 
     Raises `UnsupportedModelError` for a tensor type that cannot be expanded, before anything is
     read, and `CheckpointError` for a damaged file or a tensor with an unexpected name or dtype.
