@@ -21,6 +21,11 @@ class CacheConfig:
         None, "Memory for KV, for example 4GiB (default: half of what is free at start)."
     )
     gpu_memory_utilization: float = option(0.9, "Share of a GPU's memory that the engine may use.")
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "fp8", "int8"] = option(
+        "auto",
+        "Dtype of keys and values in the KV cache (auto: dtype). fp8 and int8 take half the memory "
+        "of bfloat16, with a scale for each key and value.",
+    )
     enable_prefix_caching: bool | None = option(
         None, "Keep KV of finished prompts for re-use (default: wherever the model allows it)."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from jubako.checkpoint.entries import value
 from jubako.config import JubakoConfig
 from jubako.errors import CheckpointError, ConfigError
 
@@ -59,10 +60,10 @@ def with_encoder(config: JubakoConfig, checkpoint: Checkpoint, architecture: str
         prompt.append(forced)
     budget = scheduler.max_num_encoder_input_tokens or length
     room = scheduler.encoder_cache_size or budget
-    for name, value in (("max_num_encoder_input_tokens", budget), ("encoder_cache_size", room)):
-        if value < length:
+    for name, tokens in (("max_num_encoder_input_tokens", budget), ("encoder_cache_size", room)):
+        if tokens < length:
             raise ConfigError(
-                f"{name}={value} is less than the {length} tokens that the longest input of the "
+                f"{name}={tokens} is less than the {length} tokens that the longest input of the "
                 "encoder has; raise it, or leave it out.",
                 name,
             )
@@ -75,7 +76,7 @@ def with_encoder(config: JubakoConfig, checkpoint: Checkpoint, architecture: str
         encoder_config={
             "modality": modality,
             "max_input_tokens": length,
-            "num_mel_bins": _size(hf_config, "num_mel_bins", 80) if modality == "audio" else 0,
+            "num_mel_bins": value(hf_config, "num_mel_bins", 80) if modality == "audio" else 0,
             "num_frames": 2 * length if modality == "audio" else 0,
             "decoder_start_token_id": start,
             "default_decoder_prompt": tuple(prompt),
@@ -91,16 +92,11 @@ def with_encoder(config: JubakoConfig, checkpoint: Checkpoint, architecture: str
 
 
 def _max_input_tokens(hf_config: Mapping[str, Any], modality: str) -> int:
-    if modality == "audio":
-        return _size(hf_config, "max_source_positions", 1500)
-    return _size(hf_config, "max_position_embeddings", 1024)
-
-
-def _size(hf_config: Mapping[str, Any], name: str, default: int) -> int:
-    value = hf_config.get(name, default)
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"{name} in config.json must be a positive integer, got {value!r}.")
-    return value
+    default = ("max_source_positions", 1500)
+    if modality == "text":
+        default = ("max_position_embeddings", 1024)
+    length: int = value(hf_config, *default)
+    return length
 
 
 def _token_id(
@@ -108,11 +104,13 @@ def _token_id(
 ) -> int | None:
     """A token id that either file may name; the one for generation goes first."""
     for file in (generation_config, hf_config):
-        value = file.get(name)
-        if value is None:
+        if file.get(name) is None:
             continue
+        token: int = value(file, name, 0, least=0)
         vocab = hf_config.get("vocab_size")
-        if type(value) is not int or value < 0 or (isinstance(vocab, int) and value >= vocab):
-            raise CheckpointError(f"{name} must be a token id of the vocabulary, got {value!r}.")
-        return value
+        if isinstance(vocab, int) and token >= vocab:
+            raise CheckpointError(
+                f"{name}={token} must be a token id of the vocabulary, which has {vocab}."
+            )
+        return token
     return None

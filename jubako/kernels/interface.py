@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from jubako.kernels.cpu.recording import ExpertRules
 from jubako.kernels.metadata import AttentionMetadata
 from jubako.kernels.paged_kv import PagedKV
 from jubako.kernels.paged_latent import PagedLatent
@@ -43,8 +44,9 @@ class Kernels(Protocol):
         """`weight` [out, in] in the form that products read fastest; None: as it is.
 
         If `interleaved` it is a gate's matrix above an up's, for `packed_gated_linear`.
-        `quantization` is that of `ModelConfig`. The result may share memory with `weight`. Whoever
-        gets None calls no function below on it.
+        `quantization` is that of `ModelConfig`. The result may share memory with `weight`, or have
+        given it back: unless it is None, the content of `weight` is lost. Whoever gets None calls
+        no function below on it.
         """
         ...
 
@@ -151,6 +153,30 @@ class Kernels(Protocol):
         "clamped_swiglu": `gate · sigmoid(alpha · gate) · (up + 1)` with gate at most `limit` and
         up within ±`limit`. With `weigh_input` the weight multiplies the input instead of the
         answer. Answers are summed in float32 in order of the expert's number.
+        """
+        ...
+
+    def pack_experts(
+        self, up: torch.Tensor, down: torch.Tensor, gated: bool = True, quantization: str = "none"
+    ) -> tuple[Any, Any] | None:
+        """Experts' matrices `up` and `down` in the form that products read fastest.
+
+        `up` is `gate_up` of `fused_experts`, or of experts without a gate [E, size, hidden].
+        Memory, `quantization` and a result of None as for `pack`.
+        """
+        ...
+
+    def packed_experts(
+        self,
+        x: torch.Tensor,
+        experts: tuple[Any, Any],
+        weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+        rules: ExpertRules,
+    ) -> torch.Tensor:
+        """`fused_experts` by packed matrices; without a gate `down[e] · act(up[e] · x)`.
+
+        `act` is then "silu", "gelu", "gelu_tanh" or "relu2", the square of what is above 0.
         """
         ...
 

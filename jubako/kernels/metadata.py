@@ -47,3 +47,31 @@ class AttentionMetadata:
     """The slots on the host. Without it a kernel on another device may have to wait for them."""
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     """What a kernel derived from the fields above, kept for the other layers of the step."""
+
+    @classmethod
+    def both_ways(
+        cls,
+        query_start_loc_cpu: np.ndarray,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> AttentionMetadata:
+        """Of whole sequences whose tokens see all of their own; nothing is kept of them."""
+        lengths = np.diff(query_start_loc_cpu)
+        total, longest = int(query_start_loc_cpu[-1]), int(lengths.max(initial=0))
+        blocks: np.ndarray = np.zeros((len(lengths), 0), np.int32)
+        slots: np.ndarray = np.full(total, -1, np.int64)
+        return cls(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=query_start_loc_cpu,
+            seq_lens=seq_lens,
+            seq_lens_cpu=lengths,
+            num_reqs=len(lengths),
+            num_actual_tokens=total,
+            max_query_len=longest,
+            max_seq_len=longest,
+            block_table_tensor=torch.from_numpy(blocks),
+            block_table_cpu=blocks,
+            slot_mapping=torch.from_numpy(slots),
+            causal=False,
+            slot_mapping_cpu=slots,
+        )

@@ -8,21 +8,31 @@ import torch
 
 from jubako.errors import ConfigError
 
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Dtypes that keep a scale for each key and value, and what they store for its largest element."""
+
+
+def scale_bytes(dtype: torch.dtype) -> int:
+    """Bytes of the scale beside each key and value of `dtype`."""
+    return 4 if dtype in LARGEST else 0
+
 
 @dataclass(frozen=True)
 class PagedKV:
     """Typed views of one layer's pages.
 
     A page holds, for each KV head, a slab of B keys and then a slab of B values, each row D long:
-    blocks, Hkv, {K, V}, B, D. A slab is contiguous, so that a kernel streams it.
+    blocks, Hkv, {K, V}, B, D. A slab is contiguous, so that a kernel streams it. With a dtype of
+    `LARGEST`, B float32 follow the rows of a slab: what the elements of each are multiplied by.
     """
 
     pages: torch.Tensor
     """[blocks, Hkv, 2, B, D]; the stride of the blocks may exceed the page's own size."""
     slabs: torch.Tensor
-    """[all slabs, B · D] over the same memory, padding between pages included."""
-    rows: torch.Tensor
-    """[all slabs · B, D] over the same memory."""
+    """[all slabs, B · D] over the same memory, padding between pages included; with scales
+    [all slabs, B · D + 4 · B] int8."""
+    scales: torch.Tensor | None
+    """[all slabs, B] float32 over the same memory; None where there are none."""
     slabs_per_block: int
     """Distance of two blocks in `slabs`; at least 2 · Hkv."""
 
@@ -56,7 +66,13 @@ class PagedKV:
         Raises ConfigError when a page is too small, or not a whole number of slabs.
         """
         num_blocks, page_bytes = raw.shape
-        slab_bytes = block_size * head_size * dtype.itemsize
+        data_bytes = block_size * head_size * dtype.itemsize
+        slab_bytes = data_bytes + block_size * scale_bytes(dtype)
+        if dtype in LARGEST and data_bytes % 4:
+            raise ConfigError(
+                f"KV of {head_size} elements a head and {block_size} tokens a block leaves no "
+                f"aligned place for scales; use kv_cache_dtype=auto, or a block size of whole 4."
+            )
         slabs_per_block, rest = divmod(page_bytes, slab_bytes)
         if rest or slabs_per_block < 2 * num_kv_heads:
             raise ConfigError(
@@ -64,11 +80,19 @@ class PagedKV:
                 f"{block_size} tokens with {slab_bytes} bytes for the keys of one head; it needs a "
                 f"multiple of those, at least {2 * num_kv_heads * slab_bytes}."
             )
-        slabs = raw.view(dtype).view(num_blocks * slabs_per_block, block_size * head_size)
-        pages = slabs.view(num_blocks, slabs_per_block, block_size, head_size)
+        whole = raw.view(num_blocks * slabs_per_block, slab_bytes)
+        rows = whole[:, :data_bytes].view(dtype).unflatten(1, (block_size, head_size))
+        pages = rows.unflatten(0, (num_blocks, slabs_per_block))
         return cls(
             pages=pages[:, : 2 * num_kv_heads].unflatten(1, (num_kv_heads, 2)),
-            slabs=slabs,
-            rows=slabs.view(-1, head_size),
+            slabs=whole if dtype in LARGEST else whole.view(dtype),
+            scales=whole[:, data_bytes:].view(torch.float32) if dtype in LARGEST else None,
             slabs_per_block=slabs_per_block,
         )
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[all slabs, B, D] over the same memory."""
+        shape = (len(self.slabs), self.block_size, self.head_size)
+        stride = (self.slabs.stride(0) * self.slabs.itemsize // self.pages.itemsize,)
+        return self.pages.as_strided(shape, (*stride, self.head_size, 1))

@@ -86,6 +86,7 @@ def unify_hybrid_kv_cache_specs(kv_cache_spec: dict[str, KVCacheSpec]) -> None:
                     num_kv_heads=spec.num_kv_heads,
                     head_size=spec.head_size,
                     dtype=spec.dtype,
+                    scale_bytes=spec.scale_bytes,
                     page_size_padded=spec.page_size_padded,
                     sliding_window=getattr(spec, "sliding_window", None),
                     attention_chunk_size=getattr(spec, "attention_chunk_size", None),

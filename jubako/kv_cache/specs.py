@@ -101,17 +101,22 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(KVCacheSpec):
-    """Keys and values of `num_kv_heads` heads of `head_size` elements for every token."""
+    """Keys and values of `num_kv_heads` heads of `head_size` elements for every token.
+
+    Each key and each value has `scale_bytes` more, by which its elements are read.
+    """
 
     num_kv_heads: int
     head_size: int
     dtype: str
+    scale_bytes: int = 0
     page_size_padded: int | None = None
 
     @property
     def real_page_size_bytes(self) -> int:
         """Bytes of one block before padding."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_size * dtype_bytes(self.dtype)
+        row = self.head_size * dtype_bytes(self.dtype) + self.scale_bytes
+        return 2 * self.block_size * self.num_kv_heads * row
 
     @property
     def page_size_bytes(self) -> int:
@@ -136,8 +141,8 @@ class FullAttentionSpec(AttentionSpec):
 
     @property
     def real_page_size_bytes(self) -> int:
-        per_token = self.num_kv_heads * (self.head_size + self.head_size_v)
-        return self.block_size * per_token * dtype_bytes(self.dtype)
+        rows = (self.head_size + self.head_size_v) * dtype_bytes(self.dtype) + 2 * self.scale_bytes
+        return self.block_size * self.num_kv_heads * rows
 
     def max_memory_usage_bytes(self, config: SizingConfig) -> int:
         parallel = config.parallel_config

@@ -58,6 +58,14 @@ _PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+_PLAIN_FORMS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
+
+
+def plain_form(name: str) -> str:
+    """What a native program calls an activation without a gate; names as below."""
+    return _PLAIN_FORMS.get(name, name)
+
+
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """The activation of that name in config.json, without a gate: any shape → the same.
 

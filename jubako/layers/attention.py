@@ -11,7 +11,7 @@ from torch import nn
 from jubako.config import JubakoConfig
 from jubako.errors import ConfigError
 from jubako.kernels.cpu.recording import AttentionShape
-from jubako.kernels.paged_kv import PagedKV
+from jubako.kernels.paged_kv import PagedKV, scale_bytes
 from jubako.kernels.registry import get_kernels
 from jubako.kv_cache.specs import (
     ChunkedLocalAttentionSpec,
@@ -20,6 +20,7 @@ from jubako.kv_cache.specs import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
+from jubako.layers.cache import kv_dtype, model_kv_dtype
 from jubako.layers.forward_context import get_forward_context
 from jubako.layers.weights import WeightTarget, parameter, whole_parameter
 
@@ -71,7 +72,9 @@ class Attention(nn.Module):
                 raise ConfigError("Only layers that see everything can have sink tokens.")
             self.sink_key = parameter(sink_len, num_kv_heads, head_size)
             self.sink_value = parameter(sink_len, num_kv_heads, head_size)
-        self.kv_dtype = config.model_config.dtype
+        self.kv_dtype = (
+            model_kv_dtype(config, "layers with sink tokens") if sink_len else kv_dtype(config)
+        )
         self.kernels = get_kernels()
         self.kv: PagedKV | None = None
 
@@ -82,6 +85,7 @@ class Attention(nn.Module):
             "num_kv_heads": self.num_kv_heads,
             "head_size": self.head_size,
             "dtype": self.kv_dtype,
+            "scale_bytes": scale_bytes(getattr(torch, self.kv_dtype)),
         }
         if self.sliding_window is not None:
             return SlidingWindowSpec(**shape, sliding_window=self.sliding_window)
@@ -100,7 +104,8 @@ class Attention(nn.Module):
         """
         dtype: torch.dtype = getattr(torch, self.kv_dtype)
         if block_size is None:
-            block_size = raw.shape[1] // (2 * self.num_kv_heads * self.head_size * dtype.itemsize)
+            row = self.head_size * dtype.itemsize + scale_bytes(dtype)
+            block_size = raw.shape[1] // (2 * self.num_kv_heads * row)
         self.kv = PagedKV.from_raw(
             raw,
             num_kv_heads=self.num_kv_heads,

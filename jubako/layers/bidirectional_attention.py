@@ -15,24 +15,11 @@ from jubako.kernels.registry import get_kernels
 def whole_sequences(lengths: Sequence[int], device: torch.device) -> AttentionMetadata:
     """Metadata of sequences of these lengths, one behind the other, none of which is kept."""
     starts: np.ndarray = np.zeros(len(lengths) + 1, np.int32)
-    starts[1:] = np.cumsum(lengths)
-    sizes: np.ndarray = np.asarray(lengths, np.int32)
-    blocks: np.ndarray = np.zeros((len(lengths), 0), np.int32)
-    slots: np.ndarray = np.full(int(starts[-1]), -1, np.int64)
-    return AttentionMetadata(
-        query_start_loc=torch.from_numpy(starts).to(device),
-        query_start_loc_cpu=starts,
-        seq_lens=torch.from_numpy(sizes).to(device),
-        seq_lens_cpu=sizes,
-        num_reqs=len(lengths),
-        num_actual_tokens=int(starts[-1]),
-        max_query_len=int(sizes.max(initial=0)),
-        max_seq_len=int(sizes.max(initial=0)),
-        block_table_tensor=torch.from_numpy(blocks),
-        block_table_cpu=blocks,
-        slot_mapping=torch.from_numpy(slots),
-        causal=False,
-        slot_mapping_cpu=slots,
+    np.cumsum(lengths, out=starts[1:])
+    return AttentionMetadata.both_ways(
+        starts,
+        torch.from_numpy(starts).to(device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from jubako.kernels.cpu.recording import Program, Rows, StateName
 from jubako.kernels.registry import get_kernels
 from jubako.kernels.state_slots import StateSlots
 from jubako.layers.weights import WeightTarget, parameter, whole_parameter
@@ -25,6 +26,10 @@ class CausalConv1d(nn.Module):
     def forward(self, x: torch.Tensor, state: torch.Tensor, slots: StateSlots) -> torch.Tensor:
         """x [T, channels] → the same; `state` [blocks, width - 1, channels]."""
         return self.kernels.causal_conv1d(x, self.weight, self.bias, state, slots, silu=self.silu)
+
+    def record(self, program: Program, x: Rows, state: StateName) -> Rows:
+        """As `forward` of float32 rows, in a program."""
+        return program.causal_conv(x, self.weight, self.bias, state, silu=self.silu)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight` [channels, 1, width], and `bias` if there is one."""

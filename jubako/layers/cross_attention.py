@@ -9,6 +9,7 @@ from jubako.config import JubakoConfig
 from jubako.kernels.paged_kv import PagedKV
 from jubako.kernels.registry import get_kernels
 from jubako.kv_cache.specs import CrossAttentionSpec
+from jubako.layers.cache import model_kv_dtype
 from jubako.layers.forward_context import get_forward_context
 
 
@@ -37,7 +38,7 @@ class CrossAttention(nn.Module):
         self.scale = scale
         self.num_kv_heads = num_kv_heads or num_heads
         self.layer_name = layer_name
-        self.kv_dtype = config.model_config.dtype
+        self.kv_dtype = model_kv_dtype(config, "attention to an encoder's output")
         self.kernels = get_kernels()
         self.kv: PagedKV | None = None
 

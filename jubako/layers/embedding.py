@@ -103,7 +103,8 @@ class LMHead(nn.Module):
     def record(self, program: Program, hidden: Rows) -> None:
         """Let a program choose the best tokens, if a scale does not make new equals of logits."""
         if self.packed is not None and math.frexp(self.scale)[0] == 0.5:
-            program.greedy_head(hidden, self.packed)
+            plain = self.soft_cap is None and self.scale == 1.0
+            program.greedy_head(hidden, self.packed, plain)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`, unless it is the embedding's."""

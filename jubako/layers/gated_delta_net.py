@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from jubako.config import JubakoConfig
+from jubako.kernels.cpu.recording import Program, Rows
 from jubako.kernels.registry import get_kernels
 from jubako.layers.causal_conv import CausalConv1d
 from jubako.layers.gated_norm import GatedRMSNorm
@@ -100,6 +101,32 @@ class GatedDeltaNet(RecurrentLayer):
             slots,
         )
         return self.out_proj(self.norm(y, gate.unflatten(1, y.shape[1:])).flatten(1))
+
+    def record(self, program: Program, x: Rows, *, to_stream: bool = False) -> Rows:
+        """As `forward`, in a program; `to_stream` adds the result to the residual stream."""
+        args = self.args
+        channels, size, heads, _ = self.sizes
+        projected = self.in_proj.record(program, x, "projected")
+        mixed = self.conv1d.record(program, projected.columns(0, channels), self.state_name("conv"))
+        beta = program.pointwise(projected.columns(channels + size, heads), "sigmoid", "beta")
+        decay = program.pointwise(
+            projected.columns(channels + size + heads, heads),
+            "softplus",
+            "decay",
+            bias=self.dt_bias,
+            factor=-self.a_log.exp(),
+        )
+        y = program.gated_delta(
+            mixed.columns(0, args.key_size),
+            mixed.columns(args.key_size, args.key_size),
+            mixed.columns(2 * args.key_size, size),
+            decay,
+            beta,
+            self.state_name("ssm"),
+            args.num_key_heads,
+        )
+        y = self.norm.record(program, y, projected.columns(channels, size), "gated")
+        return self.out_proj.record(program, y, "mixed", to_stream=to_stream)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`A_log` and `dt_bias`."""

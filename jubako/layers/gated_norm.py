@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from jubako.kernels.cpu.recording import GatedNormWeights, Program, Rows
 from jubako.kernels.registry import get_kernels
 from jubako.layers.weights import WeightTarget, parameter, whole_parameter
 
@@ -37,6 +38,11 @@ class GatedRMSNorm(nn.Module):
             group_size=self.group_size,
             norm_before_gate=self.norm_before_gate,
         )
+
+    def record(self, program: Program, x: Rows, gate: Rows, role: str) -> Rows:
+        """As `forward`, in a program; x may be several of what the norm is made for."""
+        norm = GatedNormWeights(self.weight, self.group_size, self.eps, self.norm_before_gate)
+        return program.gated_norm(x, gate, norm, role)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`."""

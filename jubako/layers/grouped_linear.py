@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from jubako.kernels.cpu.recording import Program, RecordingError, Rows
 from jubako.kernels.registry import get_kernels
+from jubako.layers.linear import pack_parameter
 from jubako.layers.weights import WeightTarget, parameter
 
 
@@ -50,10 +53,25 @@ class GroupedLinear(nn.Module):
         self.weight = parameter(sum(self.sizes), input_size)
         self.bias = parameter(sum(self.sizes)) if bias else None
         self.kernels = get_kernels()
+        self.packed: Any = None
+        """The weight in the form that the kernels like best, instead of `weight`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] → [T, out], the projections in `order`, each with its groups in turn."""
+        if self.packed is not None:
+            return self.kernels.packed_linear(x, self.packed, self.bias)
         return self.kernels.linear(x, self.weight, self.bias)
+
+    def pack(self, quantization: str = "none") -> None:
+        """Let the kernels take over the weight, once it is loaded; see `Kernels.pack`."""
+        if self.packed is None:
+            self.packed = pack_parameter(self.kernels, self.weight, {}, quantization)
+
+    def record(self, program: Program, x: Rows, role: str) -> Rows:
+        """As `forward`, in a program: float32."""
+        if self.packed is None:
+            raise RecordingError("a weight that is not packed")
+        return program.linear(x, self.packed, self.bias, role)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`weight`, and `bias` if there is one, of every tensor."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from jubako.config import JubakoConfig
+from jubako.kernels.cpu.recording import Program, Rows
 from jubako.kernels.registry import get_kernels
 from jubako.layers.causal_conv import CausalConv1d
 from jubako.layers.linear import RowParallelLinear
@@ -84,6 +85,29 @@ class Mamba1Mixer(RecurrentLayer):
             slots,
         )
         return self.out_proj(y.mul_(F.silu(gate)))
+
+    def record(self, program: Program, x: Rows, *, to_stream: bool = False) -> Rows:
+        """As `forward`, in a program; `to_stream` adds the result to the residual stream."""
+        args = self.args
+        size, rank, states = args.intermediate_size, args.time_step_rank, args.state_size
+        projected = self.in_proj.record(program, x, "projected")
+        mixed = self.conv1d.record(program, projected.columns(0, size), self.state_name("conv"))
+        rounded = program.pointwise(mixed, "identity", "rounded", dtype=program.dtype)
+        parts = self.x_proj.record(program, rounded, "parts")
+        b, c = parts.columns(rank, states), parts.columns(rank + states, states)
+        norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
+        for start, norm in zip((0, rank, rank + states), norms, strict=True):
+            program.normalise(parts, start, norm.weights)
+        lengths = program.pointwise(
+            parts.columns(0, rank), "identity", "lengths", dtype=program.dtype
+        )
+        dt = self.dt_proj.record(program, lengths, "dt")
+        program.pointwise(dt, "softplus", None)
+        y = program.selective_scan(
+            mixed, dt, -self.a_log.exp(), b, c, self.d, self.state_name("ssm")
+        )
+        gated = program.gate(y, projected.columns(size, size), "silu", "gated")
+        return self.out_proj.record(program, gated, "mixed", to_stream=to_stream)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`A_log` and `D`."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from jubako.config import JubakoConfig
+from jubako.kernels.cpu.recording import Program, Rows, record
 from jubako.kernels.registry import get_kernels
 from jubako.layers.causal_conv import CausalConv1d
 from jubako.layers.gated_norm import GatedRMSNorm
@@ -118,6 +119,40 @@ class Mamba2Mixer(RecurrentLayer):
         ).flatten(1)
         y = self.norm(y, gate) if self.norm is not None else y.mul_(F.silu(gate))
         return self.out_proj(y)
+
+    def record(self, program: Program, x: Rows, *, to_stream: bool = False) -> Rows:
+        """As `forward`, in a program; `to_stream` adds the result to the residual stream."""
+        args = self.args
+        projected = self.in_proj.record(program, x, "projected")
+        if self.multipliers is not None:
+            program.pointwise(projected, "identity", None, factor=self.multipliers)
+        size, written = args.intermediate_size, args.num_groups * args.state_size
+        gate = projected.columns(0, size)
+        mixed = self.conv1d.record(
+            program, projected.columns(size, args.conv_channels), self.state_name("conv")
+        )
+        dt = program.pointwise(
+            projected.columns(size + args.conv_channels, args.num_heads),
+            "softplus",
+            "dt",
+            bias=self.dt_bias,
+            limits=args.time_step_limit,
+        )
+        y = program.ssd_scan(
+            mixed.columns(0, size),
+            dt,
+            -self.a_log.exp(),
+            mixed.columns(size, written),
+            mixed.columns(size + written, written),
+            self.d,
+            self.state_name("ssm"),
+            args.num_groups,
+        )
+        if self.norm is not None:
+            y = record(self.norm, program, y, gate, "gated")
+        else:
+            y = program.gate(y, gate, "silu", "gated")
+        return self.out_proj.record(program, y, "mixed", to_stream=to_stream)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """`A_log`, `D` and `dt_bias`."""

@@ -11,6 +11,7 @@ from jubako.config import JubakoConfig
 from jubako.kernels.paged_latent import PagedLatent
 from jubako.kernels.registry import get_kernels
 from jubako.kv_cache.specs import KVCacheSpec, MLAAttentionSpec
+from jubako.layers.cache import model_kv_dtype
 from jubako.layers.forward_context import get_forward_context
 from jubako.layers.weights import WeightTarget, parameter, whole_parameter
 
@@ -44,7 +45,7 @@ class MLAAttention(nn.Module):
         self.latent_size = latent_size
         self.scale = scale
         self.layer_name = layer_name
-        self.kv_dtype = config.model_config.dtype
+        self.kv_dtype = model_kv_dtype(config, "latent attention")
         self.up = parameter(num_heads * (nope_size + value_size), latent_size)
         self.kernels = get_kernels()
         self.kv: PagedLatent | None = None

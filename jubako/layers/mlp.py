@@ -7,7 +7,7 @@ from torch import nn
 
 from jubako.kernels.cpu.recording import Program, Rows
 from jubako.layers.activation import activation as plain_activation
-from jubako.layers.activation import gated_activation, gated_form
+from jubako.layers.activation import gated_activation, gated_form, plain_form
 from jubako.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 
@@ -45,7 +45,7 @@ class GatedMLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """`down(act(up(x)))`; it has no form in a native program."""
+    """`down(act(up(x)))`."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, activation: str, bias: bool = False
@@ -54,7 +54,14 @@ class PlainMLP(nn.Module):
         self.up_proj = RowParallelLinear(hidden_size, intermediate_size, bias)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias)
         self.activation = plain_activation(activation)
+        self.form = plain_form(activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] → [T, hidden]."""
         return self.down_proj(self.activation(self.up_proj(x)))
+
+    def record(self, program: Program, x: Rows, *, to_stream: bool = False) -> Rows:
+        """As `forward`, in a program; `to_stream` adds the result to the residual stream."""
+        inner = self.up_proj.record(program, x, "inner")
+        acted = program.pointwise(inner, self.form, "acted", dtype=program.dtype)
+        return self.down_proj.record(program, acted, "delta", to_stream=to_stream)

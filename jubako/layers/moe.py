@@ -7,12 +7,21 @@ experts that are asked and the weights of their answers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from jubako.errors import UnsupportedModelError
+from jubako.kernels.cpu.recording import (
+    ExpertChoice,
+    ExpertRules,
+    Program,
+    RecordingError,
+    Rows,
+)
 from jubako.kernels.registry import get_kernels
+from jubako.layers.linear import RowParallelLinear
 from jubako.layers.weights import WeightTarget, parameter, whole_parameter
 
 CLAMPED_SWIGLU = "clamped_swiglu"
@@ -50,6 +59,58 @@ def top_k_sigmoid(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Ten
     """The k largest of logits [T, E], each through a sigmoid of its own."""
     chosen, expert_ids = logits.float().topk(k, dim=-1)
     return chosen.sigmoid(), expert_ids
+
+
+def pack_expert_parameters(
+    kernels: Any, up: nn.Parameter, down: nn.Parameter, quantization: str, gated: bool = True
+) -> tuple[Any, Any]:
+    """As `Kernels.pack_experts`, and the parameters' memory given back; twice None if they stay."""
+    packed = kernels.pack_experts(up.data, down.data, gated, quantization)
+    if packed is None:
+        return None, None
+    for weight in (up, down):
+        weight.data = weight.data.new_empty(0)
+    matrices: tuple[Any, Any] = packed
+    return matrices
+
+
+class Float32Router(nn.Module):
+    """Scores of the experts for each token, computed in float32 whatever the model's dtype."""
+
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = parameter(num_experts, hidden_size)
+        self.kernels = get_kernels()
+        self.packed: Any = None
+        """The weight in float32, in the form that the kernels like best, instead of `weight`."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] → [T, E] float32."""
+        if self.packed is not None:
+            return self.kernels.packed_linear(x.float(), self.packed)
+        return self.kernels.linear(x.float(), self.weight.float())
+
+    def pack(self, quantization: str = "none") -> None:
+        """Let the kernels take over the weight, once it is loaded; it is never quantised."""
+        del quantization
+        if self.packed is None:
+            self.packed = self.kernels.pack(self.weight.data.float())
+            if self.packed is not None:
+                self.weight.data = self.weight.data.new_empty(0)
+
+    def record_logits(self, program: Program, x: Rows) -> Rows:
+        """As `logits`, in a program."""
+        if self.packed is None:
+            raise RecordingError("a router that is not packed")
+        return program.linear(x, self.packed, None, "router")
+
+
+class Router(RowParallelLinear):
+    """Scores of the experts for each token. It is small, and never quantised."""
+
+    def pack(self, quantization: str = "none", interleaved: bool = False) -> None:
+        """Let the kernels take over the weight, as it is."""
+        super().pack(interleaved=interleaved)
 
 
 class Experts(nn.Module):
@@ -97,11 +158,17 @@ class Experts(nn.Module):
         self.gate_up_bias = parameter(num_experts, 2 * intermediate_size) if bias else None
         self.down_bias = parameter(num_experts, hidden_size) if bias else None
         self.kernels = get_kernels()
+        # The matrices in the form that the kernels like best, instead of `gate_up` and `down`.
+        self.packed_up: Any = None
+        self.packed_down: Any = None
 
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
     ) -> torch.Tensor:
         """x [T, hidden], weights and ids [T, k] → the weighted sum of answers, [T, hidden]."""
+        if self.packed_up is not None:
+            packed = (self.packed_up, self.packed_down)
+            return self.kernels.packed_experts(x, packed, weights, expert_ids, self._rules)
         return self.kernels.fused_experts(
             x,
             self.gate_up,
@@ -115,6 +182,40 @@ class Experts(nn.Module):
             alpha=self.alpha,
             weigh_input=self.weigh_input,
         )
+
+    def pack(self, quantization: str = "none") -> None:
+        """Let the kernels take over the matrices, once they are loaded; see `Kernels.pack`."""
+        if self.packed_up is None:
+            self.packed_up, self.packed_down = pack_expert_parameters(
+                self.kernels, self.gate_up, self.down, quantization
+            )
+
+    @property
+    def _rules(self) -> ExpertRules:
+        return ExpertRules(
+            self.activation,
+            None if self.gate_up_bias is None else self.gate_up_bias.data.float(),
+            None if self.down_bias is None else self.down_bias.data.float(),
+            self.limit,
+            self.alpha,
+            self.weigh_input,
+        )
+
+    def record(
+        self,
+        program: Program,
+        x: Rows,
+        logits: Rows,
+        routing: ExpertChoice,
+        role: str = "delta",
+        *,
+        to_stream: bool = False,
+    ) -> Rows:
+        """As `forward` by the experts that a router's logits choose, in a program."""
+        if self.packed_up is None:
+            raise RecordingError("experts that are not packed")
+        packed = (self.packed_up, self.packed_down)
+        return program.experts(x, logits, routing, packed, self._rules, role, to_stream=to_stream)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """The tensors of the forms above."""

@@ -21,6 +21,7 @@ from torch import nn
 
 from jubako.config import JubakoConfig
 from jubako.errors import ConfigError
+from jubako.kernels.cpu.recording import StateName
 from jubako.kernels.metadata import AttentionMetadata
 from jubako.kernels.state_slots import StateSlots
 from jubako.kv_cache.specs import KVCacheSpec, MambaSpec
@@ -106,6 +107,10 @@ class RecurrentLayer(nn.Module):
             )
             start += prod(shape) * dtype.itemsize
 
+    def state_name(self, name: str) -> StateName:
+        """What a native program calls a state."""
+        return StateName(self.layer_name, name, getattr(torch, self.state_dtypes[name]))
+
     def step_slots(self, num_tokens: int) -> StateSlots:
         """Blocks that the running step, of `num_tokens` tokens, reads and writes.
 
@@ -114,7 +119,10 @@ class RecurrentLayer(nn.Module):
         attn_metadata = get_forward_context().attn_metadata
         if attn_metadata is None:
             return StateSlots.without_state(num_tokens)
-        metadata = attn_metadata[self.layer_name]
+        return self.slots_of(attn_metadata[self.layer_name])
+
+    def slots_of(self, metadata: AttentionMetadata) -> StateSlots:
+        """Blocks that a step with this metadata of the layer's group reads and writes."""
         key = ("state slots", self.cache_mode, self.block_size)
         slots: StateSlots | None = metadata.plans.get(key)
         if slots is None:

@@ -49,7 +49,8 @@ class WeightTarget:
         """Take `tensor`, whose shape has been checked.
 
         Where it can simply become the parameter it does, so that not even one large tensor, such
-        as an embedding, is ever held twice; the caller must not write to it any more.
+        as an embedding, is ever held twice; the caller must not use it any more: kernels that pack
+        the parameter give its memory back.
         """
         if self.whole is not None and not self.offset and _may_become(tensor, self.whole):
             self.whole.data = tensor

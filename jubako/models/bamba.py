@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from jubako.config import JubakoConfig
+from jubako.kernels.cpu.recording import NativeRotation, Program, record
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.mamba2 import Mamba2Args, Mamba2Mixer
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
 from jubako.layers.self_attention import SelfAttention
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, norm_weights
 from jubako.models.hf_config import kv_heads, rope_parameters, value
 from jubako.models.mamba_config import ATTENTION, MAMBA, attention_indices, mamba2_args
 
@@ -106,6 +107,16 @@ class BambaDecoderLayer(nn.Module):
             mixed = self.mamba(inner)
         x = mixed.add_(x)
         return self.feed_forward(self.pre_ff_layernorm(x)).add_(x)
+
+    def record(self, program: Program, rotation: NativeRotation | None) -> None:
+        """As `forward` of the stream, in a program."""
+        x = program.normed(norm_weights(self.input_layernorm))
+        if self.self_attn is not None:
+            record(self.self_attn, program, x, rotation, to_stream=True)
+        else:
+            record(self.mamba, program, x, to_stream=True)
+        x = program.normed(norm_weights(self.pre_ff_layernorm))
+        record(self.feed_forward, program, x, to_stream=True)
 
 
 class BambaForCausalLM(DecoderForCausalLM):

@@ -22,9 +22,9 @@ from jubako.layers.weights import WeightTarget, parameter, whole_parameter
 from jubako.models.encoder_decoder import (
     NORM_EPS,
     DecoderLayer,
+    EncoderDecoder,
     EncoderLayer,
     LayerArgs,
-    joined,
     key_bias,
     with_zeros_for,
 )
@@ -132,7 +132,7 @@ class LogitsBias(nn.Module):
         yield name, whole_parameter(self.bias)
 
 
-class BartForConditionalGeneration(nn.Module):
+class BartForConditionalGeneration(EncoderDecoder):
     """The model and its head."""
 
     def __init__(self, config: JubakoConfig, *, prefix: str = "") -> None:
@@ -151,27 +151,6 @@ class BartForConditionalGeneration(nn.Module):
         encoder = self.model.encoder
         out = encoder(encoder.embed_input_ids(ids), positions, whole_sequences(lengths, ids.device))
         return list(out.split(lengths))
-
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Ids [T] → what `forward` takes as `inputs_embeds`, [T, hidden]."""
-        return self.model.decoder.embed_input_ids(input_ids)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        inputs_embeds: torch.Tensor | None = None,
-        encoder_outputs: Sequence[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Ids or embeddings of T tokens at `positions` [T] → final hidden states [T, hidden].
-
-        `encoder_outputs` are those of requests whose first tokens these are, in their order.
-        """
-        if inputs_embeds is None:
-            assert input_ids is not None, "a step has ids or embeddings"
-            inputs_embeds = self.embed_input_ids(input_ids)
-        out: torch.Tensor = self.model.decoder(inputs_embeds, positions, joined(encoder_outputs))
-        return out
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final hidden states [r, hidden] → logits [r, V]."""

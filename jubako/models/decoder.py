@@ -82,9 +82,16 @@ class DecoderModel(nn.Module):
 
 
 def norm_weights(norm: nn.Module) -> Any:
-    """What a program needs to normalise; RecordingError if the norm is of another kind."""
-    if type(norm) in (RMSNorm, LayerNorm):
-        return norm.weights
+    """What a program needs to normalise; RecordingError if the norm is of another kind.
+
+    As for `record`, a subclass that changes `forward` and not `weights` is of another kind.
+    """
+    if isinstance(norm, RMSNorm | LayerNorm):
+        for cls in type(norm).__mro__:
+            if "weights" in vars(cls):
+                return norm.weights
+            if "forward" in vars(cls):
+                break
     raise RecordingError(type(norm).__name__)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from jubako.config import JubakoConfig
 from jubako.errors import UnsupportedModelError
-from jubako.kernels.registry import get_kernels
+from jubako.kernels.cpu.recording import ExpertChoice, Program, RecordingError, Rows
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.expert_routing import (
     Routing,
@@ -27,10 +27,10 @@ from jubako.layers.expert_routing import (
 from jubako.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from jubako.layers.mla import MLAAttention
 from jubako.layers.mlp import GatedMLP
-from jubako.layers.moe import Experts
+from jubako.layers.moe import Experts, Float32Router
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import QKRope, RopeParameters, RotaryEmbedding, Rotation
-from jubako.layers.weights import WeightTarget, parameter, whole_parameter
+from jubako.layers.weights import WeightTarget, whole_parameter
 from jubako.models.decoder import DecoderForCausalLM, DecoderModel, PreNormLayer
 from jubako.models.hf_config import number_or_none, rope_parameters, value
 
@@ -313,22 +313,20 @@ class DeepseekAttention(nn.Module):
         return self.o_proj(self.attn(q, self.kv_a_layernorm(latent), rotated[:, -1]))
 
 
-class DeepseekRouter(nn.Module):
+class DeepseekRouter(Float32Router):
     """Which experts a token goes to, decided in float32 whatever the model's dtype."""
 
     def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
+        super().__init__(args.hidden_size, args.n_routed_experts)
         self.args = args
-        self.weight = parameter(args.n_routed_experts, args.hidden_size)
         bias = torch.empty(args.n_routed_experts, dtype=torch.float32)
         self.register_buffer("bias", bias if args.sigmoid_scores else None, persistent=False)
         self.bias: torch.Tensor | None
-        self.kernels = get_kernels()
 
     def forward(self, x: torch.Tensor) -> Routing:
         """x [T, hidden] → weights and expert numbers, [T, k] each."""
         args = self.args
-        logits = self.kernels.linear(x.float(), self.weight.float())
+        logits = self.logits(x)
         if self.bias is None:
             return softmax_top_k_in_groups(
                 logits,
@@ -345,6 +343,22 @@ class DeepseekRouter(nn.Module):
             chosen_groups=args.topk_group,
             normalise=args.norm_topk_prob,
             factor=args.routed_scaling_factor,
+        )
+
+    @property
+    def routing(self) -> ExpertChoice:
+        """How experts come from the logits, for a program."""
+        args = self.args
+        by_bias = self.bias is not None
+        return ExpertChoice(
+            args.num_experts_per_tok,
+            "sigmoid" if by_bias else "softmax",
+            by_bias and args.norm_topk_prob,
+            args.routed_scaling_factor,
+            self.bias,
+            args.n_group,
+            args.topk_group,
+            group_best=2 if by_bias else 1,
         )
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
@@ -378,6 +392,14 @@ class DeepseekMoE(nn.Module):
         weights, expert_ids = self.gate(x)
         out: torch.Tensor = self.experts(x, weights, expert_ids)
         return out.add_(self.shared_experts(x))
+
+    def record(self, program: Program, x: Rows, *, to_stream: bool = False) -> Rows:
+        """As `forward`, in a program, added to the residual stream."""
+        if not to_stream:
+            raise RecordingError("experts beside others that are not added to the stream")
+        logits = self.gate.record_logits(program, x)
+        self.experts.record(program, x, logits, self.gate.routing, to_stream=True)
+        return self.shared_experts.record(program, x, to_stream=True)
 
 
 class DeepseekDecoderLayer(PreNormLayer):

@@ -74,40 +74,21 @@ class LayerArgs:
         )
 
 
-class EncoderSelfAttention(nn.Module):
-    """Attention of an encoder layer."""
+class SelfAttention(nn.Module):
+    """Attention of a layer to its own side's tokens, to those that `attn` lets it see."""
 
-    def __init__(self, args: LayerArgs) -> None:
+    def __init__(self, args: LayerArgs, attn: BidirectionalAttention | Attention) -> None:
         super().__init__()
-        heads, size = args.num_heads, args.head_size
-        self.qkv_proj = QKVParallelLinear(args.hidden_size, size, heads, heads, bias=True)
-        self.attn = BidirectionalAttention(heads, size, size**-0.5)
-        self.out_proj = RowParallelLinear(args.hidden_size, args.hidden_size, bias=True)
+        heads, hidden = args.num_heads, args.hidden_size
+        self.qkv_proj = QKVParallelLinear(hidden, args.head_size, heads, heads, bias=True)
+        self.attn = attn
+        self.out_proj = RowParallelLinear(hidden, hidden, bias=True)
 
-    def forward(self, x: torch.Tensor, sequences: AttentionMetadata) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
+    def forward(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        """x [T, hidden], and what else `attn` takes → [T, hidden]."""
         qk, v = self.qkv_proj(x)
         q, k = qk.split(self.attn.num_heads, dim=1)
-        return self.out_proj(self.attn(q, k, v, sequences))
-
-
-class DecoderSelfAttention(nn.Module):
-    """Attention of a decoder layer to the tokens up to its own."""
-
-    def __init__(self, args: LayerArgs, config: JubakoConfig, prefix: str) -> None:
-        super().__init__()
-        heads, size = args.num_heads, args.head_size
-        self.qkv_proj = QKVParallelLinear(args.hidden_size, size, heads, heads, bias=True)
-        self.attn = Attention(
-            heads, size, size**-0.5, heads, config=config, layer_name=f"{prefix}.attn"
-        )
-        self.out_proj = RowParallelLinear(args.hidden_size, args.hidden_size, bias=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] → [T, hidden]."""
-        qk, v = self.qkv_proj(x)
-        q, k = qk.split(self.attn.num_heads, dim=1)
-        return self.out_proj(self.attn(q, k, v))
+        return self.out_proj(self.attn(q, k, v, *more))
 
 
 class DecoderCrossAttention(nn.Module):
@@ -170,7 +151,8 @@ class EncoderLayer(_Layer):
 
     def __init__(self, args: LayerArgs) -> None:
         super().__init__(args)
-        self.self_attn = EncoderSelfAttention(args)
+        heads, size = args.num_heads, args.head_size
+        self.self_attn = SelfAttention(args, BidirectionalAttention(heads, size, size**-0.5))
 
     def forward(self, x: torch.Tensor, sequences: AttentionMetadata) -> torch.Tensor:
         """x [T, hidden] of `sequences` → [T, hidden]."""
@@ -183,7 +165,11 @@ class DecoderLayer(_Layer):
 
     def __init__(self, args: LayerArgs, config: JubakoConfig, prefix: str) -> None:
         super().__init__(args)
-        self.self_attn = DecoderSelfAttention(args, config, f"{prefix}.self_attn")
+        heads, size = args.num_heads, args.head_size
+        attn = Attention(
+            heads, size, size**-0.5, heads, config=config, layer_name=f"{prefix}.self_attn.attn"
+        )
+        self.self_attn = SelfAttention(args, attn)
         self.encoder_attn = DecoderCrossAttention(args, config, f"{prefix}.encoder_attn")
         self.encoder_attn_layer_norm = LayerNorm(args.hidden_size, NORM_EPS)
 
@@ -194,7 +180,35 @@ class DecoderLayer(_Layer):
         return self._around(self._mlp, self.final_layer_norm, x)
 
 
-def joined(encoder_outputs: Sequence[torch.Tensor] | None) -> torch.Tensor | None:
+class EncoderDecoder(nn.Module):
+    """How the engine runs such a model; `model.decoder` has the embeddings and the layers."""
+
+    model: Any
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Ids [T] → what `forward` takes as `inputs_embeds`, [T, hidden]."""
+        x: torch.Tensor = self.model.decoder.embed_input_ids(input_ids)
+        return x
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+        encoder_outputs: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Ids or embeddings of T tokens at `positions` [T] → final hidden states [T, hidden].
+
+        `encoder_outputs` are those of requests whose first tokens these are, in their order.
+        """
+        if inputs_embeds is None:
+            assert input_ids is not None, "a step has ids or embeddings"
+            inputs_embeds = self.embed_input_ids(input_ids)
+        out: torch.Tensor = self.model.decoder(inputs_embeds, positions, _joined(encoder_outputs))
+        return out
+
+
+def _joined(encoder_outputs: Sequence[torch.Tensor] | None) -> torch.Tensor | None:
     """Outputs of several requests [n, hidden], one behind the other; None if there are none."""
     if not encoder_outputs:
         return None

@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from jubako.config import JubakoConfig
-from jubako.layers.activation import gated_activation
+from jubako.kernels.cpu.recording import NativeRotation, Program, Rows, record
+from jubako.layers.activation import gated_activation, gated_form
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from jubako.layers.mamba2 import Mamba2Args, Mamba2Mixer
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
 from jubako.layers.self_attention import SelfAttention
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, norm_weights
 from jubako.models.hf_config import integer_or_none, kv_heads, rope_parameters, value
 from jubako.models.mamba_config import mamba2_args, multipliers
 
@@ -112,6 +113,7 @@ class FalconH1MLP(nn.Module):
         )
         self.down_proj = RowParallelLinear(size, args.hidden_size, args.mlp_bias)
         self.activation = gated_activation(args.hidden_act)
+        self.form = gated_form(args.hidden_act)
         self.gate_multiplier, self.down_multiplier = args.mlp_multipliers
         self.size = size
 
@@ -120,6 +122,14 @@ class FalconH1MLP(nn.Module):
         gate_up = self.gate_up_proj(x)
         gate_up[:, : self.size] *= self.gate_multiplier
         return self.down_proj(self.activation(gate_up)).mul_(self.down_multiplier)
+
+    def record(self, program: Program, x: Rows) -> Rows:
+        """As `forward` but for the last multiplier, in a program."""
+        gate_up = self.gate_up_proj.record(program, x, "gate up")
+        gate = gate_up.columns(0, self.size)
+        program.pointwise(gate, "identity", None, factor=self.gate_multiplier)
+        gated = program.gated_mul(gate_up, self.form, "gated")
+        return self.down_proj.record(program, gated, "delta")
 
 
 class FalconH1DecoderLayer(nn.Module):
@@ -154,6 +164,20 @@ class FalconH1DecoderLayer(nn.Module):
         mixed += attended.mul_(args.attention_out_multiplier)
         x = mixed.add_(x)
         return self.feed_forward(self.pre_ff_layernorm(x)).add_(x)
+
+    def record(self, program: Program, rotation: NativeRotation) -> None:
+        """As `forward` of the stream, in a program."""
+        args = self.args
+        norm = norm_weights(self.input_layernorm)
+        x = program.normed(norm._replace(weight=norm.weight * args.ssm_in_multiplier))
+        mixed = record(self.mamba, program, x)
+        x = program.normed(norm._replace(weight=norm.weight * args.attention_in_multiplier))
+        attended = record(self.self_attn, program, x, rotation)
+        program.add(mixed, scale=args.ssm_out_multiplier)
+        program.add(attended, scale=args.attention_out_multiplier)
+        x = program.normed(norm_weights(self.pre_ff_layernorm))
+        out = record(self.feed_forward, program, x)
+        program.add(out, scale=self.feed_forward.down_multiplier)
 
 
 class FalconH1ForCausalLM(DecoderForCausalLM):

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from jubako.config import JubakoConfig
+from jubako.kernels.cpu.recording import ExpertChoice, Program, Rows
 from jubako.layers.embedding import LMHead, VocabEmbedding
-from jubako.layers.linear import RowParallelLinear
-from jubako.layers.moe import CLAMPED_SWIGLU, Experts, top_k_softmax
+from jubako.layers.moe import CLAMPED_SWIGLU, Experts, Router, top_k_softmax
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import RopeParameters, RotaryEmbedding
 from jubako.layers.self_attention import SelfAttention
@@ -104,7 +104,7 @@ class GptOssMLP(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.top_k = args.num_experts_per_tok
-        self.router = RowParallelLinear(args.hidden_size, args.num_local_experts, bias=True)
+        self.router = Router(args.hidden_size, args.num_local_experts, bias=True)
         self.experts = Experts(
             args.num_local_experts,
             args.hidden_size,
@@ -120,6 +120,12 @@ class GptOssMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] → [T, hidden]."""
         return self.experts(x, *top_k_softmax(self.router(x), self.top_k))
+
+    def record(self, program: Program, x: Rows, *, to_stream: bool = False) -> Rows:
+        """As `forward`, in a program; `to_stream` adds the result to the residual stream."""
+        logits = self.router.record(program, x, "router")
+        routing = ExpertChoice(self.top_k, "softmax of chosen")
+        return self.experts.record(program, x, logits, routing, to_stream=to_stream)
 
 
 class GptOssDecoderLayer(PreNormLayer):

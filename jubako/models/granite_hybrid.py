@@ -15,15 +15,15 @@ from torch import nn
 
 from jubako.config import JubakoConfig
 from jubako.errors import UnsupportedModelError
+from jubako.kernels.cpu.recording import ExpertChoice, NativeRotation, Program, Rows, record
 from jubako.layers.embedding import LMHead, VocabEmbedding
-from jubako.layers.linear import RowParallelLinear
 from jubako.layers.mamba2 import Mamba2Args, Mamba2Mixer
 from jubako.layers.mlp import GatedMLP
-from jubako.layers.moe import Experts, top_k_softmax
+from jubako.layers.moe import Experts, Router, top_k_softmax
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
 from jubako.layers.self_attention import SelfAttention
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, norm_weights
 from jubako.models.hf_config import experts_per_token, kv_heads, rope_parameters, value
 from jubako.models.mamba_config import ATTENTION, MAMBA, layer_kinds, mamba2_args
 
@@ -117,7 +117,7 @@ class GraniteExperts(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.top_k = args.num_experts_per_tok
-        self.router = RowParallelLinear(args.hidden_size, args.num_local_experts)
+        self.router = Router(args.hidden_size, args.num_local_experts)
         self.experts = Experts(
             args.num_local_experts, args.hidden_size, args.intermediate_size, args.hidden_act
         )
@@ -126,6 +126,12 @@ class GraniteExperts(nn.Module):
         """x [T, hidden] → [T, hidden]."""
         out: torch.Tensor = self.experts(x, *top_k_softmax(self.router(x), self.top_k))
         return out
+
+    def record(self, program: Program, x: Rows, role: str) -> Rows:
+        """As `forward`, in a program, into the buffer for `role`."""
+        logits = self.router.record(program, x, "router")
+        routing = ExpertChoice(self.top_k, "softmax of chosen")
+        return self.experts.record(program, x, logits, routing, role)
 
 
 class GraniteHybridDecoderLayer(nn.Module):
@@ -168,6 +174,22 @@ class GraniteHybridDecoderLayer(nn.Module):
         if self.block_sparse_moe is not None:
             out += self.block_sparse_moe(inner)
         return x.add(out, alpha=self.residual_multiplier)
+
+    def record(self, program: Program, rotation: NativeRotation | None) -> None:
+        """As `forward` of the stream, in a program."""
+        x = program.normed(norm_weights(self.input_layernorm))
+        if self.self_attn is not None:
+            mixed = record(self.self_attn, program, x, rotation)
+        else:
+            mixed = record(self.mamba, program, x)
+        program.add(mixed, scale=self.residual_multiplier)
+        x = program.normed(norm_weights(self.post_attention_layernorm))
+        answers = None
+        if self.block_sparse_moe is not None:
+            answers = record(self.block_sparse_moe, program, x, "answers")
+        program.add(record(self.shared_mlp, program, x), scale=self.residual_multiplier)
+        if answers is not None:
+            program.add(answers, scale=self.residual_multiplier)
 
 
 class GraniteMoeHybridForCausalLM(DecoderForCausalLM):

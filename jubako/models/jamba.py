@@ -15,14 +15,14 @@ from torch import nn
 
 from jubako.config import JubakoConfig
 from jubako.errors import UnsupportedModelError
+from jubako.kernels.cpu.recording import ExpertChoice, NativeRotation, Program, Rows, record
 from jubako.layers.embedding import LMHead, VocabEmbedding
-from jubako.layers.linear import RowParallelLinear
 from jubako.layers.mamba1 import Mamba1Args, Mamba1Mixer
 from jubako.layers.mlp import GatedMLP
-from jubako.layers.moe import Experts, softmax_top_k
+from jubako.layers.moe import Experts, Router, softmax_top_k
 from jubako.layers.norm import RMSNorm
 from jubako.layers.self_attention import SelfAttention
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, norm_weights
 from jubako.models.hf_config import experts_per_token, kv_heads, value
 from jubako.models.mamba_config import require_silu
 
@@ -110,7 +110,7 @@ class JambaMoE(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.top_k = args.num_experts_per_tok
-        self.router = RowParallelLinear(args.hidden_size, args.num_experts)
+        self.router = Router(args.hidden_size, args.num_experts)
         self.experts = Experts(
             args.num_experts, args.hidden_size, args.intermediate_size, args.hidden_act
         )
@@ -118,6 +118,12 @@ class JambaMoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] → [T, hidden]."""
         return self.experts(x, *softmax_top_k(self.router(x), self.top_k, renormalize=False))
+
+    def record(self, program: Program, x: Rows, *, to_stream: bool = False) -> Rows:
+        """As `forward`, in a program; `to_stream` adds the result to the residual stream."""
+        logits = self.router.record(program, x, "router")
+        routing = ExpertChoice(self.top_k, "softmax")
+        return self.experts.record(program, x, logits, routing, to_stream=to_stream)
 
 
 class JambaDecoderLayer(nn.Module):
@@ -157,6 +163,16 @@ class JambaDecoderLayer(nn.Module):
             mixed = self.mamba(inner)
         x = mixed.add_(x)
         return self.feed_forward(self.pre_ff_layernorm(x)).add_(x)
+
+    def record(self, program: Program, rotation: NativeRotation | None) -> None:
+        """As `forward` of the stream, in a program."""
+        x = program.normed(norm_weights(self.input_layernorm))
+        if self.self_attn is not None:
+            record(self.self_attn, program, x, rotation, to_stream=True)
+        else:
+            record(self.mamba, program, x, to_stream=True)
+        x = program.normed(norm_weights(self.pre_ff_layernorm))
+        record(self.feed_forward, program, x, to_stream=True)
 
 
 class JambaForCausalLM(DecoderForCausalLM):

@@ -16,15 +16,24 @@ from torch import nn
 
 from jubako.config import JubakoConfig
 from jubako.errors import CheckpointError, UnsupportedModelError
+from jubako.kernels.cpu.recording import (
+    ExpertChoice,
+    NativeRotation,
+    Program,
+    RecordingError,
+    Rows,
+    record,
+    require_kind,
+)
 from jubako.kernels.registry import get_kernels
 from jubako.layers.attention import Attention
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.linear import QKVParallelLinear, RowParallelLinear
 from jubako.layers.mlp import GatedMLP
-from jubako.layers.moe import Experts, top_k_sigmoid
+from jubako.layers.moe import Experts, Router, top_k_sigmoid
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, norm_weights
 from jubako.models.hf_config import (
     FULL,
     experts_per_token,
@@ -162,6 +171,10 @@ class QueryScale(nn.Module):
         steps = ((positions.float() + 1) / self.floor_scale).floor_()
         return steps.log1p_().mul_(self.attn_scale).add_(1)[:, None, None]
 
+    def record(self, program: Program) -> Rows:
+        """As `forward` of the step's positions, in a program."""
+        return program.position_scale(self.attn_scale, 1.0, self.floor_scale)
+
 
 class Llama4Attention(nn.Module):
     """Attention of one layer."""
@@ -207,6 +220,27 @@ class Llama4Attention(nn.Module):
             q = (q * place).to(x.dtype)
         return self.o_proj(self.attn(q, k, v))
 
+    def record(
+        self,
+        program: Program,
+        x: Rows,
+        place: NativeRotation | Rows | None,
+        *,
+        to_stream: bool = False,
+    ) -> Rows:
+        """As `forward`, in a program; `to_stream` adds the result to the residual stream."""
+        qkv = self.qkv_proj.record(program, x, "qkv")
+        shape = require_kind(self.attn, Attention).shape
+        if self.rotated:
+            assert isinstance(place, NativeRotation)
+            attended = program.attention(
+                qkv, shape, place, self.norm_weight, self.eps, interleaved=True
+            )
+        else:
+            assert not isinstance(place, NativeRotation)
+            attended = program.attention(qkv, shape, None, query_scale=place)
+        return self.o_proj.record(program, attended, "delta", to_stream=to_stream)
+
 
 class Llama4MoE(nn.Module):
     """Router, routed experts and the shared one of a layer."""
@@ -214,7 +248,7 @@ class Llama4MoE(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.top_k = args.num_experts_per_tok
-        self.router = RowParallelLinear(args.hidden_size, args.num_local_experts)
+        self.router = Router(args.hidden_size, args.num_local_experts)
         self.experts = Experts(
             args.num_local_experts,
             args.hidden_size,
@@ -229,6 +263,15 @@ class Llama4MoE(nn.Module):
         """x [T, hidden] → [T, hidden]."""
         routed = self.experts(x, *top_k_sigmoid(self.router(x), self.top_k))
         return self.shared_expert(x).add_(routed)
+
+    def record(self, program: Program, x: Rows, *, to_stream: bool = False) -> Rows:
+        """As `forward`, in a program, added to the residual stream."""
+        if not to_stream:
+            raise RecordingError("experts beside others that are not added to the stream")
+        logits = self.router.record(program, x, "router")
+        routing = ExpertChoice(self.top_k, "sigmoid of chosen")
+        self.experts.record(program, x, logits, routing, to_stream=True)
+        return self.shared_expert.record(program, x, to_stream=True)
 
 
 class Llama4DecoderLayer(nn.Module):
@@ -249,6 +292,13 @@ class Llama4DecoderLayer(nn.Module):
         """x [T, hidden] → [T, hidden]."""
         x = self.self_attn(self.input_layernorm(x), place).add_(x)
         return self.feed_forward(self.post_attention_layernorm(x)).add_(x)
+
+    def record(self, program: Program, place: NativeRotation | Rows | None) -> None:
+        """As `forward` of the stream, in a program."""
+        x = program.normed(norm_weights(self.input_layernorm))
+        record(self.self_attn, program, x, place, to_stream=True)
+        x = program.normed(norm_weights(self.post_attention_layernorm))
+        record(self.feed_forward, program, x, to_stream=True)
 
 
 class Llama4ForCausalLM(DecoderForCausalLM):

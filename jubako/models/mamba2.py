@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from jubako.config import JubakoConfig
+from jubako.kernels.cpu.recording import NormWeights, Program, record
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.mamba2 import Mamba2Args, Mamba2Mixer
 from jubako.layers.norm import RMSNorm
@@ -83,6 +84,11 @@ class RoundedRMSNorm(RMSNorm):
         """x [T, size] → the same shape."""
         return super().forward(x).to(self.dtype)
 
+    @property
+    def weights(self) -> NormWeights:
+        """What a program needs to normalise: its sums are float32, and results are rounded."""
+        return super().weights
+
 
 class MixerBlock(nn.Module):
     """A mixer after a norm, and its input added; with `residual_in_fp32` the sum is in float32."""
@@ -99,6 +105,12 @@ class MixerBlock(nn.Module):
         if self.residual_in_fp32:
             x = x.float()
         return x + out
+
+    def record(self, program: Program, rotation: None) -> None:
+        """As `forward` of the stream, in a program."""
+        del rotation
+        x = program.normed(self.norm.weights)
+        record(self.mixer, program, x, to_stream=True)
 
 
 class Mamba2ForCausalLM(DecoderForCausalLM):

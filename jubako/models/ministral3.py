@@ -15,10 +15,12 @@ from torch import nn
 
 from jubako.config import JubakoConfig
 from jubako.errors import UnsupportedModelError
+from jubako.kernels.cpu.recording import NativeRotation, Program, Rows, require_kind
+from jubako.layers.attention import Attention
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.mlp import GatedMLP
 from jubako.layers.norm import RMSNorm
-from jubako.layers.rotary import RopeParameters, RotaryEmbedding, Rotation
+from jubako.layers.rotary import QKRope, RopeParameters, RotaryEmbedding, Rotation
 from jubako.layers.self_attention import SelfAttention
 from jubako.models.decoder import EVERY, DecoderForCausalLM, DecoderModel, PreNormLayer
 from jubako.models.hf_config import (
@@ -116,6 +118,11 @@ class Positions(nn.Module):
         factors = turns.log1p_().mul_(self.growth).add_(1)
         return self.rotary(positions), factors[:, None, None]
 
+    def record(self, program: Program) -> tuple[NativeRotation, Rows]:
+        """As `forward` of the step's positions, in a program."""
+        factors = program.position_scale(self.growth, 0.0, self.length)
+        return self.rotary.record(program), factors
+
 
 class Ministral3Attention(SelfAttention):
     """Attention whose rotation comes with a factor for each query."""
@@ -127,6 +134,19 @@ class Ministral3Attention(SelfAttention):
         qk = self.qk_norm_rope(qk, turn)
         q, k = qk.split((self.attn.num_heads, self.attn.num_kv_heads), dim=1)
         return self.o_proj(self.attn(q.mul_(factors), k, v))
+
+    def record(self, program: Program, x: Rows, rotation: Any, *, to_stream: bool = False) -> Rows:
+        """As `forward`, in a program; `to_stream` adds the result to the residual stream."""
+        turn, factors = rotation
+        qkv = self.qkv_proj.record(program, x, "qkv")
+        attended = program.attention(
+            qkv,
+            require_kind(self.attn, Attention).shape,
+            turn,
+            interleaved=require_kind(self.qk_norm_rope, QKRope).interleaved,
+            query_scale=factors,
+        )
+        return self.o_proj.record(program, attended, "delta", to_stream=to_stream)
 
 
 class Ministral3DecoderLayer(PreNormLayer):

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from jubako.config import JubakoConfig
+from jubako.kernels.cpu.recording import ExpertChoice, Program, Rows
 from jubako.layers.embedding import LMHead, VocabEmbedding
-from jubako.layers.linear import RowParallelLinear
-from jubako.layers.moe import Experts, softmax_top_k
+from jubako.layers.moe import Experts, Router, softmax_top_k
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import RopeParameters, RotaryEmbedding
 from jubako.layers.self_attention import SelfAttention
@@ -78,7 +78,7 @@ class MixtralMoE(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.top_k = args.num_experts_per_tok
-        self.gate = RowParallelLinear(args.hidden_size, args.num_local_experts)
+        self.gate = Router(args.hidden_size, args.num_local_experts)
         self.experts = Experts(
             args.num_local_experts, args.hidden_size, args.intermediate_size, args.hidden_act
         )
@@ -86,6 +86,12 @@ class MixtralMoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] → [T, hidden]."""
         return self.experts(x, *softmax_top_k(self.gate(x), self.top_k, renormalize=True))
+
+    def record(self, program: Program, x: Rows, *, to_stream: bool = False) -> Rows:
+        """As `forward`, in a program; `to_stream` adds the result to the residual stream."""
+        logits = self.gate.record(program, x, "router")
+        routing = ExpertChoice(self.top_k, "softmax", normalise=True)
+        return self.experts.record(program, x, logits, routing, to_stream=to_stream)
 
 
 class MixtralDecoderLayer(PreNormLayer):

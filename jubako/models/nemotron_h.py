@@ -15,11 +15,22 @@ from torch import nn
 
 from jubako.config import JubakoConfig
 from jubako.errors import CheckpointError, UnsupportedModelError
-from jubako.layers.activation import activation
+from jubako.kernels.cpu.recording import (
+    EXPERT_ACTIVATIONS,
+    ExpertChoice,
+    ExpertRules,
+    NativeRotation,
+    Program,
+    RecordingError,
+    Rows,
+)
+from jubako.kernels.registry import get_kernels
+from jubako.layers.activation import activation, plain_form
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.expert_routing import biased_sigmoid_top_k_in_groups
 from jubako.layers.mamba2 import Mamba2Args, Mamba2Mixer
 from jubako.layers.mlp import PlainMLP
+from jubako.layers.moe import Float32Router, pack_expert_parameters
 from jubako.layers.rotary import Rotation
 from jubako.layers.self_attention import SelfAttention
 from jubako.layers.weights import WeightTarget, parameter, whole_parameter
@@ -161,11 +172,26 @@ class PlainExperts(nn.Module):
         self.up = parameter(count, size, args.hidden_size)
         self.down = parameter(count, args.hidden_size, size)
         self.activation = activation(args.hidden_act)
+        self.rules = ExpertRules(plain_form(args.hidden_act))
+        # The matrices in the form that the kernels like best, instead of `up` and `down`.
+        self.packed_up: Any = None
+        self.packed_down: Any = None
+        self.kernels = get_kernels()
+
+    def pack(self, quantization: str = "none") -> None:
+        """Let the kernels take over the matrices, if they know the activation."""
+        if self.packed_up is None and self.rules.activation in EXPERT_ACTIVATIONS:
+            self.packed_up, self.packed_down = pack_expert_parameters(
+                self.kernels, self.up, self.down, quantization, gated=False
+            )
 
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
     ) -> torch.Tensor:
         """x [T, hidden], weights and ids [T, k] → the weighted sum of answers, [T, hidden]."""
+        if self.packed_up is not None:
+            packed = (self.packed_up, self.packed_down)
+            return self.kernels.packed_experts(x, packed, weights, expert_ids, self.rules)
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in expert_ids.unique().tolist():
             rows, places = (expert_ids == expert).nonzero(as_tuple=True)
@@ -173,6 +199,13 @@ class PlainExperts(nn.Module):
             answer = (inner @ self.down[expert].T).float()
             out.index_add_(0, rows, answer * weights[rows, places, None])
         return out.to(x.dtype)
+
+    def record(self, program: Program, x: Rows, logits: Rows, routing: ExpertChoice) -> Rows:
+        """As `forward` by the experts that a router's logits choose, added to the stream."""
+        if self.packed_up is None:
+            raise RecordingError("experts that are not packed")
+        packed = (self.packed_up, self.packed_down)
+        return program.experts(x, logits, routing, packed, self.rules, "delta", to_stream=True)
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """A tensor for each matrix of each expert, or one for all experts'."""
@@ -184,26 +217,40 @@ class PlainExperts(nn.Module):
             yield f"{name}.{part}", whole_parameter(whole, parts=tuple(names))
 
 
-class Router(nn.Module):
-    """Chooses experts; it computes in float32."""
+class NemotronRouter(Float32Router):
+    """Chooses experts."""
 
     def __init__(self, args: ModelArgs, experts: ExpertArgs) -> None:
-        super().__init__()
+        super().__init__(args.hidden_size, experts.num_experts)
         self.args = experts
-        self.weight = parameter(experts.num_experts, args.hidden_size)
         self.correction_bias = parameter(experts.num_experts, dtype=torch.float32)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, hidden] → weights and ids [T, k]."""
         args = self.args
         return biased_sigmoid_top_k_in_groups(
-            x.float() @ self.weight.float().T,
+            self.logits(x),
             args.top_k,
             bias=self.correction_bias,
             groups=args.num_groups,
             chosen_groups=args.chosen_groups,
             normalise=args.normalise,
             factor=args.factor,
+        )
+
+    @property
+    def routing(self) -> ExpertChoice:
+        """How experts come from the logits, for a program."""
+        args = self.args
+        return ExpertChoice(
+            args.top_k,
+            "sigmoid",
+            args.normalise,
+            args.factor,
+            self.correction_bias,
+            args.num_groups,
+            args.chosen_groups,
+            group_best=2,
         )
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
@@ -217,7 +264,7 @@ class NemotronHMoE(nn.Module):
 
     def __init__(self, args: ModelArgs, experts: ExpertArgs) -> None:
         super().__init__()
-        self.gate = Router(args, experts)
+        self.gate = NemotronRouter(args, experts)
         self.experts = PlainExperts(args, experts)
         self.shared_experts = PlainMLP(
             args.hidden_size, experts.shared_intermediate_size, args.hidden_act, args.mlp_bias
@@ -228,6 +275,14 @@ class NemotronHMoE(nn.Module):
         out: torch.Tensor = self.experts(x, *self.gate(x))
         return out.add_(self.shared_experts(x))
 
+    def record(self, program: Program, x: Rows, *, to_stream: bool = False) -> Rows:
+        """As `forward`, in a program, added to the residual stream."""
+        if not to_stream:
+            raise RecordingError("experts beside others that are not added to the stream")
+        logits = self.gate.record_logits(program, x)
+        self.experts.record(program, x, logits, self.gate.routing)
+        return self.shared_experts.record(program, x, to_stream=True)
+
 
 class NemotronHAttention(SelfAttention):
     """Attention without positions."""
@@ -236,6 +291,17 @@ class NemotronHAttention(SelfAttention):
         """x [T, hidden] → [T, hidden]."""
         assert rotation is None
         return super().forward(x, None)
+
+    def record(
+        self,
+        program: Program,
+        x: Rows,
+        rotation: NativeRotation | None = None,
+        *,
+        to_stream: bool = False,
+    ) -> Rows:
+        """As `forward`, in a program; `to_stream` adds the result to the residual stream."""
+        return super().record(program, x, rotation, to_stream=to_stream)
 
 
 def _mixer(args: ModelArgs, kind: str, config: JubakoConfig, prefix: str) -> nn.Module:

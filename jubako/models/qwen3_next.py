@@ -16,16 +16,25 @@ from torch import nn
 
 from jubako.config import JubakoConfig
 from jubako.errors import CheckpointError, UnsupportedModelError
+from jubako.kernels.cpu.recording import (
+    ExpertChoice,
+    NativeRotation,
+    Program,
+    RecordingError,
+    Rows,
+    record,
+    require_kind,
+)
 from jubako.layers.attention import Attention
 from jubako.layers.embedding import LMHead, VocabEmbedding
 from jubako.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetArgs
 from jubako.layers.grouped_linear import GroupedLinear, Mixed
 from jubako.layers.linear import RowParallelLinear
 from jubako.layers.mlp import GatedMLP
-from jubako.layers.moe import Experts, softmax_top_k
+from jubako.layers.moe import Experts, Router, softmax_top_k
 from jubako.layers.norm import RMSNorm
 from jubako.layers.rotary import QKNormRope, RopeParameters, RotaryEmbedding, Rotation
-from jubako.models.decoder import DecoderForCausalLM, DecoderModel
+from jubako.models.decoder import DecoderForCausalLM, DecoderModel, norm_weights
 from jubako.models.hf_config import FULL, experts_per_token, kv_heads, rope_parameters, value
 
 LINEAR = "linear_attention"
@@ -180,6 +189,17 @@ class Qwen3NextAttention(nn.Module):
         q, k = self.qk_norm_rope(qk, rotation).split((heads, kv_heads), dim=1)
         return self.o_proj(self.attn(q, k, v).mul_(gate.sigmoid().flatten(1)))
 
+    def record(
+        self, program: Program, x: Rows, rotation: NativeRotation, *, to_stream: bool = False
+    ) -> Rows:
+        """As `forward`, in a program; `to_stream` adds the result to the residual stream."""
+        shape = require_kind(self.attn, Attention).shape
+        projected = self.qkv_proj.record(program, x, "qkv")
+        attended = self.qk_norm_rope.record(program, projected, shape, rotation)
+        gate = projected.columns(projected.width - attended.width, attended.width)
+        program.gate(attended, gate, "sigmoid", None)
+        return self.o_proj.record(program, attended, "delta", to_stream=to_stream)
+
 
 class Qwen3NextMoE(nn.Module):
     """Router and experts of one layer, and the expert that every token asks."""
@@ -188,7 +208,7 @@ class Qwen3NextMoE(nn.Module):
         super().__init__()
         self.top_k = args.num_experts_per_tok
         self.renormalize = args.norm_topk_prob
-        self.gate = RowParallelLinear(args.hidden_size, args.num_experts)
+        self.gate = Router(args.hidden_size, args.num_experts)
         self.experts = Experts(
             args.num_experts, args.hidden_size, args.moe_intermediate_size, args.hidden_act
         )
@@ -202,6 +222,17 @@ class Qwen3NextMoE(nn.Module):
         routed = self.experts(x, *softmax_top_k(self.gate(x), self.top_k, self.renormalize))
         shared = self.shared_expert(x)
         return routed.addcmul_(shared, self.shared_expert_gate(x).sigmoid())
+
+    def record(self, program: Program, x: Rows, *, to_stream: bool = False) -> Rows:
+        """As `forward`, in a program, added to the residual stream."""
+        if not to_stream:
+            raise RecordingError("gated experts that are not added to the stream")
+        logits = self.gate.record(program, x, "router")
+        routing = ExpertChoice(self.top_k, "softmax", normalise=self.renormalize)
+        self.experts.record(program, x, logits, routing, to_stream=True)
+        gate = self.shared_expert_gate.record(program, x, "gate")
+        shared = self.shared_expert.record(program, x)
+        return program.gate(shared, gate, "sigmoid", None, to_stream=True)
 
 
 class Qwen3NextDecoderLayer(nn.Module):
@@ -235,6 +266,16 @@ class Qwen3NextDecoderLayer(nn.Module):
             mixed = self.linear_attn(inner)
         x = mixed.add_(x)
         return self.mlp(self.post_attention_layernorm(x)).add_(x)
+
+    def record(self, program: Program, rotation: NativeRotation | None) -> None:
+        """As `forward` of the stream, in a program."""
+        x = program.normed(norm_weights(self.input_layernorm))
+        if self.self_attn is not None:
+            record(self.self_attn, program, x, rotation, to_stream=True)
+        else:
+            record(self.linear_attn, program, x, to_stream=True)
+        x = program.normed(norm_weights(self.post_attention_layernorm))
+        record(self.mlp, program, x, to_stream=True)
 
 
 class Qwen3NextForCausalLM(DecoderForCausalLM):

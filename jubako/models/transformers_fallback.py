@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from jubako.checkpoint.entries import integer_or_none
 from jubako.config import JubakoConfig
 from jubako.errors import CheckpointError, UnsupportedModelError
 from jubako.layers.attention import Attention
@@ -259,8 +260,13 @@ def _make_config(architecture: str, entries: Mapping[str, Any]) -> Any:
         # Says it all; the older names beside it hold less.
         for name in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
             own.pop(name, None)
+    config_class = getattr(transformers, architecture).config_class
+    # transformers would begin to build any number of layers.
+    layers = "num_hidden_layers"
+    for name in (layers, config_class.attribute_map.get(layers, layers)):
+        integer_or_none(own, name)
     try:
-        return getattr(transformers, architecture).config_class.from_dict(own)
+        return config_class.from_dict(own)
     except Exception as error:
         raise CheckpointError(
             f"transformers cannot read config.json as one of {architecture}: {error}"

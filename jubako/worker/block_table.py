@@ -125,18 +125,22 @@ class BlockTable:
         self.table[[first, second], :longest] = self.table[[second, first], :longest]
         self.num_blocks_per_row[[first, second]] = self.num_blocks_per_row[[second, first]]
 
-    def compute_slot_mapping(self, req_indices: IntArray, positions: IntArray) -> IntArray:
+    def compute_slot_mapping(
+        self,
+        req_indices: IntArray,
+        positions: IntArray,
+        places: tuple[IntArray, IntArray] | None = None,
+    ) -> IntArray:
         """Slots [T] int64 of tokens at `positions` [T] of rows `req_indices` [T], kept in place.
 
         The slot of a token is `block * kernel_block_size + offset`; -1 where another rank has it.
+        `places` are the positions' blocks and offsets, if another table had them already.
         """
         size, parallel = self.kernel_block_size, self._parallel
         slots = self.slot_mapping[: len(positions)]
         flat = self.table.reshape(-1)
         if parallel.world_size == 1:
-            if self.num_sink_tokens:
-                positions = positions + self.num_sink_tokens
-            block, offset = np.divmod(positions, size)
+            block, offset = places or self.places(positions)
             np.multiply(flat[req_indices * self.table.shape[1] + block], size, out=slots)
             slots += offset
             return slots
@@ -148,6 +152,10 @@ class BlockTable:
         slot = ids * size + round_number * interleave + offset % interleave
         slots[:] = np.where(local, slot, -1)
         return slots
+
+    def places(self, positions: IntArray) -> tuple[IntArray, IntArray]:
+        """Number of the block in its row, and offset in it, of each of `positions`."""
+        return np.divmod(positions + self.num_sink_tokens, self.kernel_block_size)
 
 
 class MultiGroupBlockTable:
@@ -222,9 +230,13 @@ class MultiGroupBlockTable:
 
     def compute_slot_mapping(self, req_indices: IntArray, positions: IntArray) -> None:
         """Compute the `slot_mapping` of every group that keeps the requests' own tokens."""
+        known: dict[tuple[int, int], tuple[IntArray, IntArray]] = {}
         for group, table in enumerate(self._tables):
             if group not in self.encoder_groups:
-                table.compute_slot_mapping(req_indices, positions)
+                key = (table.kernel_block_size, table.num_sink_tokens)
+                if key not in known:
+                    known[key] = table.places(positions)
+                table.compute_slot_mapping(req_indices, positions, known[key])
 
     # As a field of the batch's rows.
 

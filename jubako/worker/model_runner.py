@@ -20,11 +20,19 @@ from jubako.kv_cache.sinks import sink_block_ids
 from jubako.kv_cache.specs import CrossAttentionSpec, KVCacheSpec
 from jubako.layers.encoder_attention import EncoderOnlyAttention
 from jubako.layers.forward_context import set_forward_context
+from jubako.models.kept_weights import KeptWeights
 from jubako.sampling.builtin_processors import build_processors
-from jubako.sampling.grammar import apply_grammar_mask
+from jubako.sampling.grammar import apply_grammar_mask, mask_addresses
+from jubako.sampling.head_sampler import HeadSampler
 from jubako.sampling.logits_processors import LogitsProcessor
 from jubako.sampling.pooling_metadata import PoolingStates
-from jubako.sampling.sampler import Sampler, SamplerOutput, takes_best_tokens
+from jubako.sampling.sampler import (
+    NO_NUMBERS,
+    NO_TOKEN,
+    Sampler,
+    SamplerOutput,
+    takes_best_tokens,
+)
 from jubako.scheduler.model_output import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     LogprobsLists,
@@ -67,7 +75,9 @@ class ExecuteModelState(NamedTuple):
     logits: Tensor | None
     """[r, V], one row for each of `inputs.logits_rows`; None if no row is sampled, or `chosen`."""
     chosen: np.ndarray[Any, np.dtype[np.int64]] | None = None
-    """[r], the rows' tokens where the model chose them itself."""
+    """[r], the rows' tokens where the model chose them itself; -1 for none."""
+    states: Tensor | None = None
+    """[r, h], the rows' hidden states where tokens may be chosen without logits."""
 
 
 class ModelRunner:
@@ -93,6 +103,8 @@ class ModelRunner:
         self._scored: set[str] = set()
         """Requests whose prompt logprobs are not complete."""
         self.sampler = Sampler()
+        self._head_sampler: HeadSampler | None = None
+        """Instead of logits and sampler, where a native head finds candidates."""
         self.kv_buffers: list[Tensor] = []
         self._staging = staging or StepStaging(device)
         self._logitsprocs = build_processors(config, device, custom_processors)
@@ -105,6 +117,8 @@ class ModelRunner:
         """Of an encoder-decoder model."""
         self._seeds = np.random.default_rng()
         self.model: LanguageModel
+        self.kept_weights: KeptWeights | None = None
+        """What can write the model's weights for the next start."""
         self.layers: Mapping[str, KVLayer] = {}
         self.input_batch: InputBatch
         self.reseed()
@@ -113,14 +127,15 @@ class ModelRunner:
 
     def load_model(self, checkpoint: Any) -> None:
         """Build the model and read its weights."""
-        from jubako.models.load import cache_layers, load_model, pack_weights
+        from jubako.models.load import cache_layers, ready_model
 
-        model = load_model(self.config, checkpoint, self.device)
-        pack_weights(model, self.config.model_config.quantization)
+        model, self.kept_weights = ready_model(self.config, checkpoint, self.device)
         self.use_model(cast(LanguageModel, model), cache_layers(model))
         dtype = getattr(torch, self.config.model_config.dtype)
         if self._pooling is None:
             self._native = NativeStep.of(model, dtype, self.max_num_tokens, self.max_num_reqs)
+        if self._native is not None and self._native.candidates is not None:
+            self._head_sampler = HeadSampler(self._native.candidates, self.sampler)
 
     def use_model(self, model: LanguageModel, layers: Mapping[str, KVLayer]) -> None:
         """Run this model; `layers` are its attention layers by name."""
@@ -247,7 +262,8 @@ class ModelRunner:
         if self._pooling is not None:
             return self._pool(self._pooling, inputs)
         if self._native is not None:
-            self._state = self._run_native(self._native, inputs)
+            masked = scheduler_output.has_structured_output_requests
+            self._state = self._run_native(self._native, inputs, masked)
             return None
         more = {} if encoded is None else {"encoder_outputs": encoded.outputs}
         with set_forward_context(inputs.attention):
@@ -258,13 +274,18 @@ class ModelRunner:
         self._state = ExecuteModelState(inputs, hidden, logits)
         return None
 
-    def _run_native(self, native: NativeStep, inputs: StepInputs) -> ExecuteModelState:
-        """The rest of the first phase as one native call."""
+    def _run_native(
+        self, native: NativeStep, inputs: StepInputs, masked: bool
+    ) -> ExecuteModelState:
+        """The rest of the first phase as one native call; with logits where some are `masked`."""
         rows = inputs.logits_rows
         all_rows = bool(self._scored)
-        best = bool(rows.size) and takes_best_tokens(self.input_batch.sampling_metadata, rows)
+        best = bool(rows.size) and not masked
+        best = best and takes_best_tokens(self.input_batch.sampling_metadata, rows)
         hidden, chosen = native.run(inputs, all_rows=all_rows, best_tokens=best)
         wanted = hidden[inputs.logits_indices] if all_rows else hidden
+        if self._head_sampler is not None and chosen is None:
+            return ExecuteModelState(inputs, hidden, None, None, wanted)
         logits = None
         if rows.size and chosen is None:
             logits = self.model.compute_logits(wanted)
@@ -291,17 +312,13 @@ class ModelRunner:
         rows, logits, chosen = state.inputs.logits_rows, state.logits, state.chosen
         if chosen is not None and grammar_output is not None:
             logits, chosen = self.model.compute_logits(state.hidden_states), None
+        failures: dict[str, str] = {}
         if chosen is not None:
-            self._append(rows, chosen.tolist(), sampled)
-        if logits is not None:
-            if grammar_output is not None:
-                req_ids = batch.req_ids
-                places = {req_ids[row]: i for i, row in enumerate(rows.tolist())}
-                apply_grammar_mask(logits, grammar_output, places)
-            n = batch.num_reqs
-            output_index = batch.num_tokens_no_spec[:n] - batch.num_prompt_tokens[:n]
-            output = self.sampler(logits, batch.sampling_metadata, rows, output_index)
-            self._append(rows, output.token_ids.tolist(), sampled)
+            reasons = np.where(chosen < 0, NO_NUMBERS, chosen)
+            failures = self._append(rows, reasons.tolist(), sampled)
+        elif logits is not None or (state.states is not None and rows.size):
+            output = self._sample(state, logits, grammar_output)
+            failures = self._append(rows, output.token_ids.tolist(), sampled)
             logprobs = _by_batch_row(output, rows, batch.num_reqs)
         return ModelRunnerOutput(
             req_ids=list(batch.req_ids),
@@ -309,15 +326,61 @@ class ModelRunner:
             sampled_token_ids=sampled,
             logprobs=logprobs,
             prompt_logprobs_dict=prompt_logprobs,
+            failures=failures or None,
+        )
+
+    def _sample(
+        self, state: ExecuteModelState, logits: Tensor | None, grammar: GrammarOutput | None
+    ) -> SamplerOutput:
+        """Tokens of the step's rows, from `logits` [r, V] if there are any."""
+        batch, rows = self.input_batch, state.inputs.logits_rows
+        n = batch.num_reqs
+        output_index = batch.num_tokens_no_spec[:n] - batch.num_prompt_tokens[:n]
+
+        def allow(logits: Tensor, places: np.ndarray[Any, Any]) -> Tensor:
+            """Logits of some of the rows, after the grammar's mask."""
+            if grammar is not None:
+                row_of = {batch.req_ids[row]: i for i, row in enumerate(rows[places].tolist())}
+                apply_grammar_mask(logits, grammar, row_of)
+            return logits
+
+        if logits is not None:
+            logits = allow(logits, np.arange(len(rows)))
+            return self.sampler(logits, batch.sampling_metadata, rows, output_index)
+        states = state.states
+        assert states is not None
+        assert self._head_sampler is not None
+        allowed = None
+        if grammar is not None:
+            allowed = mask_addresses(grammar, [batch.req_ids[row] for row in rows.tolist()])
+        return self._head_sampler(
+            states,
+            batch.sampling_metadata,
+            rows,
+            output_index,
+            lambda places: allow(
+                self.model.compute_logits(states[torch.from_numpy(places)]), places
+            ),
+            allowed,
         )
 
     def _append(
         self, rows: np.ndarray[Any, Any], token_ids: list[int], sampled: list[list[int]]
-    ) -> None:
-        """Add a new token to each of `rows`, in the batch and in `sampled`."""
-        self.input_batch.append_tokens(rows, token_ids)
+    ) -> dict[str, str]:
+        """Add a new token to each of `rows`, in the batch and in `sampled`.
+
+        Rows with a reason of `NO_TOKEN` get none; their requests, and what to tell, are returned.
+        """
+        batch = self.input_batch
+        # Until the scheduler ends its request, such a row goes on with some token.
+        batch.append_tokens(rows, [max(token_id, 0) for token_id in token_ids])
+        failures = {}
         for row, token_id in zip(rows.tolist(), token_ids, strict=True):
-            sampled[row].append(token_id)
+            if token_id >= 0:
+                sampled[row].append(token_id)
+            else:
+                failures[batch.req_ids[row]] = NO_TOKEN[token_id]
+        return failures
 
     def _prompt_logprobs(self, state: ExecuteModelState) -> dict[str, LogprobsLists | None]:
         """Score prompt positions of this step; results of the prompts that are complete now."""

@@ -46,6 +46,11 @@ class NativeStep:
         program.finish()
         return cls(program)
 
+    @property
+    def candidates(self) -> Any:
+        """A `kernels.cpu.head_candidates.CandidateHead`; None if choices need logits."""
+        return self._program.candidates
+
     def bind(
         self,
         layers: Mapping[str, Any],

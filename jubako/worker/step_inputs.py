@@ -104,6 +104,7 @@ class StepInputBuilder:
         tensors = self._staging.to_device(arrays)
 
         attention: dict[str, AttentionMetadata] = {}
+        max_query_len, max_seq_len = int(scheduled.max()), int(seq_lens.max())
         for group, names in enumerate(self._layer_groups):
             lens = f"seq_lens{group}" if f"seq_lens{group}" in arrays else "seq_lens"
             metadata = AttentionMetadata(
@@ -113,8 +114,8 @@ class StepInputBuilder:
                 seq_lens_cpu=arrays[lens],
                 num_reqs=n,
                 num_actual_tokens=total,
-                max_query_len=int(scheduled.max()),
-                max_seq_len=int(arrays[lens].max()),
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len if lens == "seq_lens" else int(arrays[lens].max()),
                 block_table_tensor=tensors[f"blocks{group}"],
                 block_table_cpu=arrays[f"blocks{group}"],
                 slot_mapping=tensors[f"slots{group}"],
@@ -123,22 +124,9 @@ class StepInputBuilder:
             )
             attention.update(dict.fromkeys(names, metadata))
         if self._encoder_only_layers:
-            blocks = np.zeros((n, 0), dtype=np.int32)
-            slots = np.full(total, -1, dtype=np.int64)
-            metadata = AttentionMetadata(
-                query_start_loc=tensors["query_start_loc"],
-                query_start_loc_cpu=arrays["query_start_loc"],
-                seq_lens=tensors["seq_lens"],
-                seq_lens_cpu=seq_lens,
-                num_reqs=n,
-                num_actual_tokens=total,
-                max_query_len=int(scheduled.max()),
-                max_seq_len=int(seq_lens.max()),
-                block_table_tensor=torch.from_numpy(blocks),
-                block_table_cpu=blocks,
-                slot_mapping=torch.from_numpy(slots),
-                causal=False,
-                slot_mapping_cpu=slots,
+            # Their requests are never split: what is scheduled is all there is.
+            metadata = AttentionMetadata.both_ways(
+                arrays["query_start_loc"], tensors["query_start_loc"], tensors["seq_lens"]
             )
             attention.update(dict.fromkeys(self._encoder_only_layers, metadata))
         return StepInputs(

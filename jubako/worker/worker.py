@@ -13,7 +13,8 @@ from jubako.kv_cache.config import KVCacheConfig
 from jubako.kv_cache.specs import KVCacheSpec
 from jubako.scheduler.model_output import ModelRunnerOutput
 from jubako.scheduler.output import GrammarOutput, SchedulerOutput
-from jubako.utils.cpu import available_memory, num_cores
+from jubako.utils.cpu import available_memory
+from jubako.utils.topology import compute_threads
 from jubako.worker.memory_budget import cpu_budget, cuda_budget, peak_of_dummy_step
 from jubako.worker.model_runner import ModelRunner
 
@@ -47,7 +48,7 @@ class Worker:
                 f"dtype={dtype!r} is not resolved to a dtype of the machine.", "dtype"
             )
         if self.device.type == "cpu":
-            torch.set_num_threads(self.config.device_config.num_threads or num_cores())
+            torch.set_num_threads(self.config.device_config.num_threads or compute_threads())
         else:
             torch.cuda.set_device(self.device)
             if dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
@@ -91,6 +92,9 @@ class Worker:
             self.model_runner.dummy_encode()
             self._is_warm = True
         self.model_runner.reseed()
+        if self.model_runner.kept_weights is not None:
+            # Not before memory has been measured.
+            self.model_runner.kept_weights.begin_writing()
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -120,6 +124,8 @@ class Worker:
         """Let go of the model and the KV cache."""
         runner = getattr(self, "model_runner", None)
         if runner is not None:
+            if runner.kept_weights is not None:
+                runner.kept_weights.wait()
             del self.model_runner
             del runner
             gc.collect()

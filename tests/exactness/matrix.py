@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tests.exactness import rows
 from tests.exactness.columns import COLUMNS, DoesNotApply
 from tests.exactness.oracle import CONFIGS, is_recurrent
+from tests.exactness.sources import Sources, told
 from tests.exactness.subject import Subject
 
 CELLS_OF_A_ROW = 5
@@ -14,6 +15,7 @@ CELLS_OF_A_ROW = 5
 
 ROWS = tuple(CONFIGS)
 EXCEPTIONS = rows.exceptions()
+SOURCES = Sources()
 
 
 def reason_not(row: str, column: str) -> str | None:
@@ -66,4 +68,8 @@ def run_cell(subject: Subject, column: str) -> Result:
     except DoesNotApply as answer:
         return Result(reason=str(answer))
     except Exception as error:
-        return Result(fault=f"{type(error).__name__}: {error}")
+        fault = f"{type(error).__name__}: {error}"
+        changed = SOURCES.changed()
+        if changed:
+            fault += f" [of no one tree: {told(changed)} changed while this ran]"
+        return Result(fault=fault)

@@ -1,7 +1,8 @@
 """Run all cells of the matrix and write docs/exactness.md.
 
 `python -m tests.exactness.table` runs all; with `--rows NAME ...` it runs those, and the other rows
-of the page stay as they are.
+of the page stay as they are. It stops where somebody edits the tree meanwhile: a row is a proof of
+one tree only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+
+from tests.exactness.sources import Sources, told
 
 PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
 
@@ -100,7 +103,8 @@ def read(text: str) -> dict[str, dict[str, tuple[str, str]]]:
 
 
 def main() -> int:
-    """Run, write, and return 1 if a cell has a fault."""
+    """Run, write, and return 1 if a cell has a fault, 2 if the sources changed."""
+    sources = Sources()
     from tests.exactness.columns import COLUMNS
     from tests.exactness.matrix import ROWS
 
@@ -112,6 +116,11 @@ def main() -> int:
     faults = 0
     with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
         for name, cells in zip(names, pool.map(run_row, names)):
+            changed = sources.changed()
+            if changed:
+                print(f"{name} and what follows is of no one tree: {told(changed)} changed")
+                pool.shutdown(cancel_futures=True)
+                return 2
             # After each row, so that a run that is interrupted keeps what it has shown.
             shown = read(PAGE.read_text("utf-8")) if PAGE.exists() else {}
             shown[name] = cells

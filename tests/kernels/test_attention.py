@@ -346,9 +346,9 @@ def test_threads_do_not_gather_into_one_buffer() -> None:
     raw = torch.zeros(3, 2 * 4 * 8 * 4, dtype=torch.int8)
     kv = PagedKV.from_raw(raw, num_kv_heads=1, block_size=4, head_size=8, dtype=torch.float32)
     slabs = gather.slab_indices(torch.tensor([[1, 2]]), kv)
-    mine, _ = gather.gather_slabs(kv, slabs, 1, None)
+    mine, _ = gather.gather_slabs(kv, slabs, 1, None, torch.float32)
     with ThreadPoolExecutor(1) as pool:
-        theirs, _ = pool.submit(gather.gather_slabs, kv, slabs, 1, None).result()
+        theirs, _ = pool.submit(gather.gather_slabs, kv, slabs, 1, None, torch.float32).result()
     assert mine.data_ptr() != theirs.data_ptr()
 
 

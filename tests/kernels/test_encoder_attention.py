@@ -15,21 +15,8 @@ HEAD = 8
 
 def metadata_of(lengths: list[int]) -> AttentionMetadata:
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    total, n = int(starts[-1]), len(lengths)
-    empty = np.zeros((n, 0), dtype=np.int32)
-    return AttentionMetadata(
-        query_start_loc=torch.from_numpy(starts),
-        query_start_loc_cpu=starts,
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        seq_lens_cpu=np.array(lengths, dtype=np.int32),
-        num_reqs=n,
-        num_actual_tokens=total,
-        max_query_len=max(lengths),
-        max_seq_len=max(lengths),
-        block_table_tensor=torch.from_numpy(empty),
-        block_table_cpu=empty,
-        slot_mapping=torch.full((total,), -1, dtype=torch.int64),
-        causal=False,
+    return AttentionMetadata.both_ways(
+        starts, torch.from_numpy(starts), torch.tensor(lengths, dtype=torch.int32)
     )
 
 

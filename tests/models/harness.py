@@ -43,7 +43,8 @@ def from_transformers(reference: Any, dtype: str = "float32", max_model_len: int
     """Our model with the weights and the configuration of a transformers model."""
     config = make_config(hf_config_of(reference), dtype, max_model_len)
     model: Any = build_model(config, torch.device("cpu"))
-    model.load_weights(reference.state_dict().items())
+    # A model takes over what it loads, and packing consumes it.
+    model.load_weights((name, tensor.clone()) for name, tensor in reference.state_dict().items())
     return model
 
 

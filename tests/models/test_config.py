@@ -24,6 +24,7 @@ from jubako.models import (
     smollm3,
     stablelm,
 )
+from jubako.models.encoder_decoder import LayerArgs
 from jubako.models.hf_config import FULL, SLIDING
 
 
@@ -365,3 +366,11 @@ def test_entries_of_one_family_are_checked_too(family: str, name: str, entry: An
     read, _ = FAMILIES[family]
     with pytest.raises((CheckpointError, UnsupportedModelError), match=name):
         read({name: entry, "use_sliding_window": True, "num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+@pytest.mark.parametrize("count", [10**9, 0, "x"])
+def test_each_side_of_a_model_has_a_number_of_layers_that_can_be(side: str, count: Any) -> None:
+    sizes: dict[str, Any] = {"layers": 2, "heads": 4, "ffn": 8, "size": 16}
+    with pytest.raises(CheckpointError, match=f"{side}_layers in config.json must be an integer"):
+        LayerArgs.from_config({f"{side}_layers": count}, side, **sizes, norm_first=True)

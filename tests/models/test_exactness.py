@@ -12,6 +12,17 @@ from .harness import PagedRunner, from_transformers
 from .tiny import CONFIGS, VOCAB, WINDOW, reference_model
 
 TOLERANCE = 2e-4
+"""Most that a logit may differ: two right answers in float32 do, at a model's touchiest position.
+
+Bamba's is 15 of the prompt of 75. Where a float64 model has half a unit of float32's last place,
+either way at random, on what its modules give, logits there move by up to 1.2e-4 (Llama's anywhere
+by 0.3e-4), most of it by what comes before the first layer's input projection. From float64,
+transformers' float32 is 0.4e-4 away there and ours 1.1e-4, whichever single op is exchanged for the
+reference's: no op is at fault.
+"""
+
+MEAN_TOLERANCE = 2e-5
+"""Most that logits may differ on average, where no single position counts; 0.8e-5 is the worst."""
 
 WINDOWED = [
     "gemma3",
@@ -51,7 +62,9 @@ def logits_of(reference: Any, tokens: list[int]) -> torch.Tensor:
 
 def check(got: torch.Tensor, want: torch.Tensor) -> None:
     assert got.shape == want.shape
-    assert (got - want).abs().max().item() < TOLERANCE
+    difference = (got - want).abs()
+    assert difference.max().item() < TOLERANCE
+    assert difference.mean().item() < MEAN_TOLERANCE
 
 
 @every_model

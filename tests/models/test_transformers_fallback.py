@@ -274,6 +274,17 @@ class TestWeights:
         with pytest.raises(CheckpointError, match="GPT2LMHeadModel"):
             build_model(config_of(hf_config), CPU)
 
+    @pytest.mark.parametrize("count", [10**9, 0, -1, "x"])
+    @pytest.mark.parametrize(
+        ("model", "name"), [("gpt2", "n_layer"), ("olmoe", "num_hidden_layers")]
+    )
+    def test_no_number_of_layers_is_begun_with_that_nobody_has(
+        self, model: str, name: str, count: Any
+    ) -> None:
+        hf_config = {**hf_config_of(reference(model)), name: count}
+        with pytest.raises(CheckpointError, match=f"{name} in config.json must be an integer from"):
+            build_model(config_of(hf_config), CPU)
+
 
 def refused(config: Any, reason: str, **entries: Any) -> None:
     hf_config = config.to_dict() | {"architectures": [class_of(config).__name__]} | entries

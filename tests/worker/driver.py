@@ -37,6 +37,8 @@ class Job:
     known: bool = False
     """The worker has its state."""
     preempted: bool = False
+    failure: str | None = None
+    """Why it has ended without a token."""
 
     @property
     def tokens(self) -> list[int]:
@@ -44,7 +46,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        return len(self.output) >= self.max_tokens
+        return self.failure is not None or len(self.output) >= self.max_tokens
 
     def result(self) -> tuple:
         scored = self.prompt_logprobs
@@ -57,7 +59,7 @@ class Job:
                 scored.sampled_token_ranks.tolist(),
             )
         )
-        return self.output, self.logprobs, prompt
+        return self.output, self.logprobs, prompt, self.failure
 
 
 class Driver:
@@ -224,7 +226,8 @@ class Driver:
             job = jobs[req_id]
             job.computed += scheduled[req_id]
             sampled = output.sampled_token_ids[row]
-            assert len(sampled) == (job.computed == len(job.tokens))
+            job.failure = (output.failures or {}).get(req_id)
+            assert len(sampled) == (job.computed == len(job.tokens) and job.failure is None)
             if sampled and job.params.logprobs is not None:
                 part = output.logprobs.slice_request(row, len(sampled))
                 assert part.logprob_token_ids.shape == (1, job.params.logprobs + 1)

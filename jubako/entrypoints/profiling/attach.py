@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SCHEDULE, PREPARE, MODEL, HEAD = "schedule", "prepare", "model", "LM head"
 SAMPLE, UPDATE, DETOKENISE = "sample", "update", "detokenise"
 
-_NO_KERNELS = frozenset({"use_threads", "pack"})
+_NO_KERNELS = frozenset({"use_threads", "pack", "pack_blocks", "pack_experts"})
 
 
 def instrument_kernels(recorder: Recorder) -> None:
@@ -63,7 +63,7 @@ def attach(recorder: Recorder, engine: LLMEngine) -> None:
 
 def op_families() -> dict[int, str]:
     """Number of a native op → the family it counts to."""
-    from jubako.kernels.cpu import attention, elementwise, head, matmul
+    from jubako.kernels.cpu import attention, elementwise, experts, head, matmul, recurrent
 
     return {
         matmul.OP_MATMUL: "op matmul",
@@ -77,6 +77,16 @@ def op_families() -> dict[int, str]:
         elementwise.OP_KV_WRITE: "op rotary + KV write",
         elementwise.OP_GATED_ACTIVATION: "op activation",
         elementwise.OP_CONVERT: "op convert",
+        elementwise.OP_POINTWISE: "op activation",
+        elementwise.OP_GATE: "op activation",
+        elementwise.OP_GATED_NORM: "op norm",
+        elementwise.OP_POSITION_SCALE: "op rotary + KV write",
+        experts.OP_ROUTE: "op experts",
+        experts.OP_EXPERTS: "op experts",
+        recurrent.OP_CAUSAL_CONV: "op recurrence",
+        recurrent.OP_SSD_SCAN: "op recurrence",
+        recurrent.OP_SELECTIVE_SCAN: "op recurrence",
+        recurrent.OP_GATED_DELTA: "op recurrence",
     }
 
 

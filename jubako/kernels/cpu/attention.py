@@ -20,6 +20,9 @@ OP_PAGED_ATTENTION = ATTENTION_OPS
 KV_I8, KV_F8E4M3 = 3, 4
 """Element types of pages beside the model's: int8 and fp8, a float32 scale a token and slab."""
 
+PAGE_DTYPES = ALL_DTYPES | {torch.int8: KV_I8, torch.float8_e4m3fn: KV_F8E4M3}
+"""What pages may hold, whatever the dtype of queries."""
+
 _P = ctypes.c_void_p
 _I = ctypes.c_int32
 _L = ctypes.c_int64
@@ -99,12 +102,13 @@ def set_pages(args: AttentionArgs, kv: PagedKV) -> None:
     """Let `args` read the pages of `kv`, which must outlive its use."""
     pages, size = kv.pages, kv.pages.element_size()
     args.pages = pages.data_ptr()
-    args.kv_dtype = ALL_DTYPES[pages.dtype]
+    args.kv_dtype = PAGE_DTYPES[pages.dtype]
     args.block_size = kv.block_size
     args.block_stride = pages.stride(0) * size
     args.head_stride = pages.stride(1) * size
     args.value_offset = pages.stride(2) * size
     args.row_stride = pages.stride(3) * size
+    args.scale_offset = kv.block_size * args.row_stride
 
 
 def can_attend(query: torch.Tensor, kv: PagedKV, metadata: AttentionMetadata) -> bool:
@@ -117,7 +121,7 @@ def can_attend(query: torch.Tensor, kv: PagedKV, metadata: AttentionMetadata) ->
     return (
         query.device.type == "cpu"
         and query.dtype in ALL_DTYPES
-        and kv.pages.dtype == query.dtype
+        and kv.pages.dtype in PAGE_DTYPES
         and query.shape[2] == kv.head_size
         and kv.head_size <= 1024
         and all(a.dtype == np.int32 and a.strides[-1] == 4 for a in arrays)

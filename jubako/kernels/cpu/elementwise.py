@@ -13,6 +13,23 @@ OP_GATED_ACTIVATION = ELEMENTWISE_OPS + 3
 OP_CONVERT = ELEMENTWISE_OPS + 4
 OP_ROTATION = ELEMENTWISE_OPS + 5
 OP_KV_WRITE = ELEMENTWISE_OPS + 6
+OP_POINTWISE = ELEMENTWISE_OPS + 16
+OP_GATE = ELEMENTWISE_OPS + 17
+OP_GATED_NORM = ELEMENTWISE_OPS + 18
+OP_POSITION_SCALE = ELEMENTWISE_OPS + 19
+
+FUNCTIONS = {
+    "identity": 0,
+    "silu": 1,
+    "gelu_tanh": 2,
+    "gelu": 3,
+    "relu": 4,
+    "relu2": 5,
+    "tanh": 6,
+    "sigmoid": 7,
+    "softplus": 8,
+}
+"""Functions of one number; "relu2" is the square of what is above 0."""
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 MAX_HEAD_SIZE = 1024
@@ -124,4 +141,46 @@ class ConvertArgs(ctypes.Structure):
         *((name, _L) for name in ("size", "ldx", "ldy")),
         *((name, _I) for name in ("x_dtype", "y_dtype")),
         ("scale", _F),
+    ]
+
+
+class PointwiseArgs(ctypes.Structure):
+    """`y = clamp(f(x + bias)) · factor`."""
+
+    _fields_ = [
+        *((name, _P) for name in ("rows", "x", "y", "bias", "factor")),
+        *((name, _L) for name in ("size", "ldx", "ldy")),
+        *((name, _I) for name in ("x_dtype", "y_dtype", "function")),
+        *((name, _F) for name in ("low", "high")),
+    ]
+
+
+class GateArgs(ctypes.Structure):
+    """`y = x · f(gate)`, or `y +=` it."""
+
+    _fields_ = [
+        *((name, _P) for name in ("rows", "x", "gate", "y")),
+        *((name, _L) for name in ("size", "ldx", "ld_gate", "ldy")),
+        *((name, _I) for name in ("x_dtype", "gate_dtype", "y_dtype", "function", "one", "add")),
+    ]
+
+
+class GatedNormArgs(ctypes.Structure):
+    """A norm of groups of neighbours, before or after a gate."""
+
+    _fields_ = [
+        *((name, _P) for name in ("rows", "x", "gate", "y", "weight")),
+        *((name, _L) for name in ("size", "group", "ldx", "ld_gate", "ldy")),
+        *((name, _I) for name in ("x_dtype", "gate_dtype", "y_dtype", "norm_first")),
+        ("eps", _F),
+    ]
+
+
+class PositionScaleArgs(ctypes.Structure):
+    """`y = 1 + scale · log(1 + floor((position + offset) / every))`."""
+
+    _fields_ = [
+        *((name, _P) for name in ("rows", "positions", "y")),
+        ("ldy", _L),
+        *((name, _F) for name in ("scale", "offset", "every")),
     ]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from jubako.kernels.cpu import elementwise as ew
-from jubako.kernels.cpu.attention import can_attend, paged_attention
-from jubako.kernels.cpu.library import Pool, Scratch, pool
+from jubako.kernels.cpu.attention import PAGE_DTYPES, can_attend, paged_attention
+from jubako.kernels.cpu.experts import PackedExperts, run_experts
+from jubako.kernels.cpu.library import Scratch, pool
 from jubako.kernels.cpu.matmul import (
     EPILOGUE_NONE,
     EPILOGUES_MUL,
@@ -25,7 +26,7 @@ from jubako.kernels.cpu.matmul import (
     matmul_scratch_bytes,
 )
 from jubako.kernels.cpu.packed_matrix import GGUF_KINDS, PackedMatrix, Piece
-from jubako.kernels.cpu.recording import LAYER_NORM, RMS_NORM
+from jubako.kernels.cpu.recording import LAYER_NORM, RMS_NORM, ExpertRules
 from jubako.kernels.cpu.recurrent import RecurrentKernels
 from jubako.kernels.cpu.tensors import DTYPES, address, pointer
 from jubako.kernels.metadata import AttentionMetadata
@@ -37,19 +38,19 @@ _KINDS = {"int8": "INT8", "int4": "Q4_0"}
 _IDS_BITS = {torch.int32: 32, torch.int64: 64}
 
 
-class CpuKernels(ReferenceKernels):
+class CpuKernels(RecurrentKernels):
     """`kernels.interface.Kernels` in native code."""
 
     name = "cpu"
 
     def __init__(self) -> None:
-        self.use_threads(torch.get_num_threads())
+        self._matmul_scratch, self._attention_scratch = Scratch(), Scratch()
+        super().__init__(pool(torch.get_num_threads()))
 
     def use_threads(self, num_threads: int) -> None:
         """Run on that many threads from now on."""
-        self.pool: Pool = pool(num_threads)
+        self.use_pool(pool(num_threads))
         self._matmul_scratch, self._attention_scratch = Scratch(), Scratch()
-        self._recurrent = RecurrentKernels(self.pool)
 
     # -- matrices -----------------------------------------------------------------------------
 
@@ -62,7 +63,7 @@ class CpuKernels(ReferenceKernels):
         if kind == "Q4_0" and weight.shape[1] % 32:
             kind = "INT8"
         return PackedMatrix.from_tensor(
-            weight.contiguous(), self.pool, interleaved=interleaved, kind=kind
+            weight.contiguous(), self.pool, interleaved=interleaved, kind=kind, consume=True
         )
 
     def pack_blocks(  # type: ignore[override]
@@ -73,7 +74,7 @@ class CpuKernels(ReferenceKernels):
             return None
         blocks = [Piece(piece.data, piece.type) for piece in pieces]
         return PackedMatrix.from_blocks(
-            blocks, pieces[0].shape[1], self.pool, interleaved=interleaved
+            blocks, pieces[0].shape[1], self.pool, interleaved=interleaved, consume=True
         )
 
     def packed_linear(
@@ -143,6 +144,30 @@ class CpuKernels(ReferenceKernels):
             ),
         )
         return out.view(*input_ids.shape, matrix.k)
+
+    # -- experts ------------------------------------------------------------------------------
+
+    def pack_experts(  # type: ignore[override]
+        self, up: torch.Tensor, down: torch.Tensor, gated: bool = True, quantization: str = "none"
+    ) -> tuple[PackedMatrix, PackedMatrix] | None:
+        if up.dtype not in DTYPES or up.device.type != "cpu":
+            return None
+        kind = _KINDS.get(quantization)
+        if kind == "Q4_0" and (up.shape[2] % 32 or down.shape[2] % 32):
+            kind = "INT8"
+        packed = PackedExperts.from_tensors(up, down, self.pool, gated=gated, kind=kind)
+        return packed.up, packed.down
+
+    def packed_experts(
+        self,
+        x: torch.Tensor,
+        experts: tuple[PackedMatrix, PackedMatrix],
+        weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+        rules: ExpertRules,
+    ) -> torch.Tensor:
+        packed = PackedExperts(*experts)
+        return run_experts(self.pool, self._matmul_scratch, packed, rules, x, weights, expert_ids)
 
     # -- rows ---------------------------------------------------------------------------------
 
@@ -271,7 +296,8 @@ class CpuKernels(ReferenceKernels):
     ) -> None:
         slots = metadata.slot_mapping_cpu
         pages = kv.pages
-        if slots is None or not (_takes(key) and _takes(value) and pages.dtype in DTYPES):
+        taken = _takes(key) and _takes(value) and kv.head_size <= ew.MAX_HEAD_SIZE
+        if slots is None or not taken:
             super().reshape_and_cache(key, value, kv, metadata)
             return
         count = ctypes.c_int64(min(len(slots), len(key)))
@@ -289,7 +315,7 @@ class CpuKernels(ReferenceKernels):
                 value_head=value.stride(1),
                 block_stride=pages.stride(0) * pages.element_size(),
                 dtype=DTYPES[key.dtype],
-                kv_dtype=DTYPES[pages.dtype],
+                kv_dtype=PAGE_DTYPES[pages.dtype],
                 num_kv_heads=kv.num_kv_heads,
                 head_size=kv.head_size,
                 block_size=kv.block_size,
@@ -320,24 +346,6 @@ class CpuKernels(ReferenceKernels):
         if not can_attend(query, kv, metadata):
             return super().paged_attention(query, key, value, kv, metadata, **rules)
         return paged_attention(self.pool, self._attention_scratch, query, kv, metadata, **rules)
-
-    # -- recurrent layers ---------------------------------------------------------------------
-
-    def causal_conv1d(self, *inputs: Any, **named: Any) -> torch.Tensor:  # type: ignore[override]
-        out = self._recurrent.causal_conv1d(*inputs, **named)
-        return super().causal_conv1d(*inputs, **named) if out is None else out
-
-    def ssd_scan(self, *inputs: Any, **named: Any) -> torch.Tensor:  # type: ignore[override]
-        out = self._recurrent.ssd_scan(*inputs, **named)
-        return super().ssd_scan(*inputs, **named) if out is None else out
-
-    def selective_scan(self, *inputs: Any, **named: Any) -> torch.Tensor:  # type: ignore[override]
-        out = self._recurrent.selective_scan(*inputs, **named)
-        return super().selective_scan(*inputs, **named) if out is None else out
-
-    def gated_delta_rule(self, *inputs: Any, **named: Any) -> torch.Tensor:  # type: ignore[override]
-        out = self._recurrent.gated_delta_rule(*inputs, **named)
-        return super().gated_delta_rule(*inputs, **named) if out is None else out
 
 
 def _takes(x: torch.Tensor) -> bool:

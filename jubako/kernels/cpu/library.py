@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 import threading
 import weakref
@@ -16,9 +17,10 @@ from typing import Any
 
 from jubako.errors import ConfigError
 from jubako.utils.logging import get_logger
+from jubako.utils.topology import callers_processors, own_processors, thread_plan
 
 PATH = Path(__file__).with_name("_native.so")
-VERSION = 1
+VERSION = 2
 
 ELEMENTWISE_OPS = 0
 MATMUL_OPS = 32
@@ -30,6 +32,15 @@ MOE_OPS = 160
 F32 = 0
 BF16 = 1
 F16 = 2
+
+ISA_VARIABLE = "JUBAKO_CPU_ISA"
+"""The highest level to use; the library reads it too."""
+WITHOUT = "none"
+"""Instead of a level: as if the library had not been built."""
+
+_LINE = 64
+_HUGE = 2 << 20
+_PAGE = mmap.PAGESIZE
 
 logger = get_logger(__name__)
 
@@ -46,6 +57,9 @@ def library() -> ctypes.CDLL | None:
 
     Raises ConfigError if JUBAKO_CPU_ISA names a level that cannot run here.
     """
+    if os.environ.get(ISA_VARIABLE) == WITHOUT:
+        logger.info("Running on PyTorch's kernels: %s is %s.", ISA_VARIABLE, WITHOUT)
+        return None
     try:
         lib = ctypes.CDLL(str(PATH))
     except OSError as error:
@@ -66,6 +80,8 @@ def library() -> ctypes.CDLL | None:
     lib.jb_free.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     lib.jb_pool_destroy.argtypes = [ctypes.c_void_p]
     lib.jb_pool_destroy.restype = None
+    lib.jb_pool_pin.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
+    lib.jb_pool_pin.restype = None
     lib.jb_pool_size.argtypes = [ctypes.c_void_p]
     lib.jb_run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]
     lib.jb_run.restype = None
@@ -79,8 +95,8 @@ def library() -> ctypes.CDLL | None:
     if lib.jb_isa() is None:
         levels = lib.jb_isa_levels().decode().replace(" ", ", ")
         raise ConfigError(
-            f"JUBAKO_CPU_ISA={os.environ.get('JUBAKO_CPU_ISA')!r} cannot run on this machine; "
-            f"choose one of {levels}, or leave it unset."
+            f"{ISA_VARIABLE}={os.environ.get(ISA_VARIABLE)!r} cannot run on this machine; "
+            f"choose one of {WITHOUT}, {levels}, or leave it unset."
         )
     return lib
 
@@ -108,9 +124,20 @@ class Pool:
         self._run = lib.jb_run
         self._run_program = lib.jb_run_program
         self.num_threads = int(lib.jb_pool_size(self.handle))
+        self._pin()
         self._end = weakref.finalize(self, lib.jb_pool_destroy, self.handle)
         # At exit threads end with the process: joining them could wait for a running step.
         self._end.atexit = False
+
+    def _pin(self) -> None:
+        own = own_processors()
+        plan = thread_plan(self.num_threads, own)
+        if len(plan) < 2:
+            return
+        workers = (ctypes.c_int32 * (len(plan) - 1))(*plan[1:])
+        free = callers_processors(plan, own)
+        callers = (ctypes.c_int32 * len(free))(*free)
+        self._lib.jb_pool_pin(self.handle, workers, callers, len(free))
 
     def run(self, op: int, args: ctypes.Structure) -> None:
         """Run one op on all threads; returns when it is done."""
@@ -155,6 +182,58 @@ class Memory:
         return array
 
 
+class MemoryPiece:
+    """Some bytes of a larger memory, which they keep alive."""
+
+    def __init__(self, owner: Any, address: int, num_bytes: int) -> None:
+        self._owner = owner
+        self.address = address
+        self.num_bytes = num_bytes
+
+
+class Arena:
+    """Gives pieces of large memories, so that pieces beside each other fill whole huge pages.
+
+    A memory is given back when nothing of it is in use any more.
+    """
+
+    def __init__(self, chunk_bytes: int = 64 << 20) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._memory: Memory | None = None
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> MemoryPiece:
+        """Zeroed memory at a multiple of 64 bytes; what nobody has written to takes no room."""
+        size = -(-max(1, num_bytes) // _LINE) * _LINE
+        with self._lock:
+            left = 0 if self._memory is None else self._memory.num_bytes - self._used
+            if left >= size:
+                memory, start = self._memory, self._used
+                self._used += size
+            else:
+                memory, start = Memory(-(-max(size, self._chunk_bytes) // _HUGE) * _HUGE), 0
+                if memory.num_bytes - size > left:
+                    self._memory, self._used = memory, size
+        assert memory is not None
+        return MemoryPiece(memory, memory.address + start, num_bytes)
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+def discard(address: int, num_bytes: int) -> None:
+    """Give the system back the whole pages of this memory, whose content is lost."""
+    start = -(-address // _PAGE) * _PAGE
+    end = (address + num_bytes) // _PAGE * _PAGE
+    if end > start:
+        _libc().madvise(start, end - start, mmap.MADV_DONTNEED)
+
+
 class Scratch:
     """Memory that the ops of one pool borrow while they run; it grows when one needs more.
 
@@ -173,3 +252,8 @@ class Scratch:
             args.scratch = self._memory.address
             args.scratch_bytes = self._memory.num_bytes
             pool.run(op, args)
+
+
+if __name__ == "__main__":
+    # For scripts that go through all levels.
+    print(*isa_levels())

@@ -7,12 +7,13 @@ can be kept or quantised; blocks of a GGUF file are re-ordered and keep their nu
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from jubako.kernels.cpu.library import Memory, Pool
+from jubako.kernels.cpu import library
+from jubako.kernels.cpu.library import Arena, Pool
 from jubako.kernels.cpu.matmul import (
     FROM_BLOCKS,
     MATRIX_KINDS,
@@ -47,6 +48,14 @@ _PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16"}
 FROM_FLOATS = ("F32", "BF16", "INT8", "Q8_0", "Q4_0", "Q4_1")
 """Kinds that a tensor of floats can be packed to."""
 
+_WEIGHTS = Arena()
+"""Where packed matrices lie."""
+
+_WORTH_DISCARDING = 1 << 20
+
+_DISCARD_BYTES = 8 << 20
+"""Of a source that is given back while it is packed, so many at a time."""
+
 GGUF_KINDS = tuple(name for name in MATRIX_KINDS if name.startswith("Q"))
 """GGUF tensor types whose blocks can be packed as they are."""
 
@@ -71,9 +80,19 @@ class PackedMatrix:
     """
 
     def __init__(
-        self, kinds: Sequence[str], sizes: Sequence[int], k: int, *, interleaved: bool = False
+        self,
+        kinds: Sequence[str],
+        sizes: Sequence[int],
+        k: int,
+        *,
+        interleaved: bool = False,
+        take: Callable[[int], library.MemoryPiece] = _WEIGHTS.take,
     ) -> None:
-        """Room for parts of `sizes` rows each. Raises ValueError for what has no layout."""
+        """Room for parts of `sizes` rows each. Raises ValueError for what has no layout.
+
+        `take` gives memory of so many bytes, at a multiple of 64: zeroed, or such as
+        `memory` of a matrix of the same form had it.
+        """
         self.kinds = tuple(kinds)
         self.sizes = tuple(sizes)
         self.n = sum(sizes)
@@ -83,7 +102,9 @@ class PackedMatrix:
         self.activation_bits = 8
         """Of `int8` matrices with bfloat16 activations: 8, or 16 for a tenth of the error."""
         self._matrices = (Matrix * self.parts)()
-        self._memory: list[Memory] = []
+        self.memory: list[library.MemoryPiece] = []
+        """Of each part the numbers, then the scales if it has some apart."""
+        self._take = take
         for matrix, kind, size in zip(self._matrices, self.kinds, self.sizes, strict=True):
             self._lay_out(matrix, kind, size)
         self.address = ctypes.addressof(self._matrices)
@@ -100,21 +121,21 @@ class PackedMatrix:
         rows = size // 2 if self.interleaved else size
         panels = -(-rows // (PANEL // 2 if self.interleaved else PANEL))
         num_bytes = panels * -(-self.k // unit_k) * unit_bytes * 2
-        data = Memory(num_bytes)
-        self._memory.append(data)
+        data = self._take(num_bytes)
+        self.memory.append(data)
         matrix.kind = MATRIX_KINDS[kind]
         matrix.interleaved = int(self.interleaved)
         matrix.n, matrix.k = size, self.k
         matrix.data = data.address
         if kind == "INT8":
-            scales = Memory(4 * panels * PANEL)
-            self._memory.append(scales)
+            scales = self._take(4 * panels * PANEL)
+            self.memory.append(scales)
             matrix.scales = scales.address
 
     @property
     def num_bytes(self) -> int:
         """Bytes of memory that the packed copy takes."""
-        return sum(memory.num_bytes for memory in self._memory)
+        return sum(piece.num_bytes for piece in self.memory)
 
     def put(self, pool: Pool, part: int, row: int, piece: Piece) -> None:
         """Write rows [row, row + len) of part `part`; of an interleaved one rows of both halves.
@@ -132,6 +153,22 @@ class PackedMatrix:
             self._put(pool, part, row % half_size, row // half_size, Piece(data, piece.type))
         else:
             self._put(pool, part, row, 0, Piece(data, piece.type))
+
+    def _put_whole(self, pool: Pool, part: int, row: int, piece: Piece, consume: bool) -> None:
+        """As `put`; to `consume` is to give the source's memory back on the way."""
+        data = piece.data
+        if not consume or data.nbytes < _WORTH_DISCARDING:
+            self.put(pool, part, row, piece)
+            return
+        row_bytes = data.stride(0) * data.element_size()
+        step = max(PANEL, _DISCARD_BYTES // max(1, row_bytes))
+        is_both = self.interleaved and data.shape[0] == self.sizes[part]
+        size = data.shape[0] // (2 if is_both else 1)
+        for begin in (0, size) if is_both else (0,):
+            for start in range(begin, begin + size, step):
+                some = data[start : min(start + step, begin + size)]
+                self.put(pool, part, row + start, Piece(some, piece.type))
+                library.discard(some.data_ptr(), some.nbytes)
 
     def _put(self, pool: Pool, part: int, row: int, half: int, piece: Piece) -> None:
         data, kind = piece.data, self.kinds[part]
@@ -168,21 +205,34 @@ class PackedMatrix:
         *,
         interleaved: bool = False,
         kind: str | None = None,
+        consume: bool = False,
     ) -> PackedMatrix:
-        """`weight` [n, k] of floats, packed as `kind` (default: the tensor's dtype)."""
+        """`weight` [n, k] of floats, packed as `kind` (default: the tensor's dtype).
+
+        With `consume` the memory of `weight`, which must be contiguous, is given back on the way,
+        so that the matrix is never there twice.
+        """
         kind = kind or _PLAIN.get(weight.dtype, "F32")
+        weight = weight.detach()
         packed = cls((kind,), (weight.shape[0],), weight.shape[1], interleaved=interleaved)
-        packed.put(pool, 0, 0, Piece(weight.detach()))
+        packed._put_whole(pool, 0, 0, Piece(weight), consume)
         return packed
 
     @classmethod
     def from_blocks(
-        cls, pieces: Sequence[Piece], k: int, pool: Pool, *, interleaved: bool = False
+        cls,
+        pieces: Sequence[Piece],
+        k: int,
+        pool: Pool,
+        *,
+        interleaved: bool = False,
+        consume: bool = False,
     ) -> PackedMatrix:
         """Matrices of a GGUF file below each other, as they are there; each may have its own type.
 
         Neighbours of one type become one part. For an interleaved one the pieces are gate and up,
-        of one type. Raises ValueError if they are not, or a type has no layout.
+        of one type. Raises ValueError if they are not, or a type has no layout. `consume` is as for
+        `from_tensor`.
         """
         types = [piece.type for piece in pieces]
         for name in types:
@@ -204,7 +254,7 @@ class PackedMatrix:
             sizes[-1] += piece.data.shape[0]
         packed = cls(kinds, sizes, k, interleaved=interleaved)
         for piece, (part, row) in zip(pieces, places, strict=True):
-            packed.put(pool, part, row, piece)
+            packed._put_whole(pool, part, row, piece, consume)
         return packed
 
     def rows(

@@ -1,6 +1,6 @@
 """What do the native ops of recurrent layers take, and how are they run?
 
-Mirrors `native/recurrent/args.h`. What an op does not take is None here: the reference computes it.
+Mirrors `native/recurrent/args.h`. What an op does not take the reference computes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from jubako.kernels.cpu.library import RECURRENT_OPS, Pool, Scratch
 from jubako.kernels.cpu.tensors import DTYPES, address, pointer
+from jubako.kernels.reference.kernels import ReferenceKernels
 from jubako.kernels.state_slots import StateSlots
 
 OP_CAUSAL_CONV = RECURRENT_OPS
@@ -82,14 +83,18 @@ class DeltaArgs(ctypes.Structure):
     ]
 
 
-class RecurrentKernels:
-    """Runs the ops on one pool. A method gives None for what its op does not take."""
+class RecurrentKernels(ReferenceKernels):
+    """What recurrent layers need of `kernels.interface.Kernels`, in native code on one pool."""
 
     def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self._scratch = Scratch()
+        self.use_pool(pool)
 
-    def causal_conv1d(
+    def use_pool(self, pool: Pool) -> None:
+        """Run there from now on."""
+        self.pool = pool
+        self._recurrent_scratch = Scratch()
+
+    def causal_conv1d(  # type: ignore[override]
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
@@ -98,10 +103,10 @@ class RecurrentKernels:
         slots: StateSlots,
         *,
         silu: bool = False,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """See `Kernels.causal_conv1d`."""
         if not (_takes(x) and _takes_state(state)):
-            return None
+            return super().causal_conv1d(x, weight, bias, state, slots, silu=silu)
         channels, width = weight.shape
         taps = weight.detach().float().t().contiguous()
         bias = None if bias is None else bias.detach().float().contiguous()
@@ -118,12 +123,11 @@ class RecurrentKernels:
             width=width,
             silu=silu,
         )
-        pieces = -(-channels // 64)
-        floats = (width + 1) * 64 * -(-pieces // self.pool.num_threads)
+        floats = conv_floats(channels, width, self.pool.num_threads)
         self._run(OP_CAUSAL_CONV, args, state, slots, floats)
         return out
 
-    def ssd_scan(
+    def ssd_scan(  # type: ignore[override]
         self,
         x: torch.Tensor,
         dt: torch.Tensor,
@@ -133,16 +137,18 @@ class RecurrentKernels:
         d: torch.Tensor,
         state: torch.Tensor,
         slots: StateSlots,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """See `Kernels.ssd_scan`."""
+        if not _takes_all((x, b, c), state):
+            return super().ssd_scan(x, dt, a, b, c, d, state, slots)
         heads, rows = x.shape[1:]
         groups, size = b.shape[1:]
-        floats = _pad(rows, 4) * _pad(size) + 2 * _pad(size) + 3 * _pad(rows)
+        floats = ssd_floats(rows, size)
         return self._scan(
             OP_SSD_SCAN, (x, dt, a, b, c, d), state, slots, (heads, groups, rows, size), floats
         )
 
-    def selective_scan(
+    def selective_scan(  # type: ignore[override]
         self,
         x: torch.Tensor,
         dt: torch.Tensor,
@@ -152,10 +158,12 @@ class RecurrentKernels:
         d: torch.Tensor,
         state: torch.Tensor,
         slots: StateSlots,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """See `Kernels.selective_scan`."""
+        if not _takes_all((x, b, c), state):
+            return super().selective_scan(x, dt, a, b, c, d, state, slots)
         channels, size = a.shape
-        floats = 34 * _pad(size) + 32
+        floats = selective_scan_floats(size)
         return self._scan(
             OP_SELECTIVE_SCAN, (x, dt, a, b, c, d), state, slots, (channels, 1, 1, size), floats
         )
@@ -168,10 +176,8 @@ class RecurrentKernels:
         slots: StateSlots,
         sizes: tuple[int, int, int, int],
         floats: int,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         x, dt, a, b, c, d = inputs
-        if not (_takes(x) and _takes(b, x.dtype) and _takes(c, x.dtype) and _takes_state(state)):
-            return None
         dt = dt if dt.stride(-1) == 1 else dt.contiguous()
         a, d = a.detach().float().contiguous(), d.detach().float().contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -198,7 +204,7 @@ class RecurrentKernels:
         self._run(op, args, state, slots, floats)
         return out
 
-    def gated_delta_rule(
+    def gated_delta_rule(  # type: ignore[override]
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -207,10 +213,10 @@ class RecurrentKernels:
         beta: torch.Tensor,
         state: torch.Tensor,
         slots: StateSlots,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """See `Kernels.gated_delta_rule`."""
-        if not (_takes(q) and _takes(k, q.dtype) and _takes(v, q.dtype) and _takes_state(state)):
-            return None
+        if not _takes_all((q, k, v), state):
+            return super().gated_delta_rule(q, k, v, g, beta, state, slots)
         g = g if g.stride(-1) == 1 else g.contiguous()
         beta = beta if beta.stride(-1) == 1 else beta.contiguous()
         key_heads, key_size = k.shape[1:]
@@ -235,8 +241,7 @@ class RecurrentKernels:
             key_size=key_size,
             value_size=value_size,
         )
-        floats = _pad(value_size, 4) * _pad(key_size) + 2 * _pad(key_size) + 2 * _pad(value_size)
-        self._run(OP_GATED_DELTA, args, state, slots, floats)
+        self._run(OP_GATED_DELTA, args, state, slots, delta_floats(key_size, value_size))
         return out
 
     def _run(
@@ -250,26 +255,53 @@ class RecurrentKernels:
         """Run `op`, which needs so many floats of scratch a thread."""
         step = slots.plans.get("native")
         if step is None:
-            step = slots.plans["native"] = _step(slots)
+            step = slots.plans["native"] = RecurrentStep()
+            fill_recurrent_step(step, slots)
         args.step = ctypes.addressof(step)
         args.state = state.data_ptr()
         args.state_stride = state.stride(0)
         args.state_dtype = DTYPES[state.dtype]
-        chains = 4 * (step.num_reqs + step.num_writes) + 128
-        needed = self.pool.num_threads * (chains + 4 * floats + 64)
-        self._scratch.run(self.pool, op, args, needed)
+        needed = recurrent_scratch_bytes(
+            self.pool.num_threads, step.num_reqs, step.num_writes, floats
+        )
+        self._recurrent_scratch.run(self.pool, op, args, needed)
 
 
-def _step(slots: StateSlots) -> RecurrentStep:
-    return RecurrentStep(
-        num_reqs=len(slots.read_blocks),
-        num_writes=len(slots.write_blocks),
-        query_start_loc=_address(slots.query_start_loc),
-        read_blocks=_address(slots.read_blocks),
-        write_requests=_address(slots.write_requests),
-        write_tokens=_address(slots.write_tokens),
-        write_blocks=_address(slots.write_blocks),
-    )
+def fill_recurrent_step(step: RecurrentStep, slots: StateSlots) -> None:
+    """Let `step` say what `slots` says, whose arrays it points to."""
+    step.num_reqs = len(slots.read_blocks)
+    step.num_writes = len(slots.write_blocks)
+    step.query_start_loc = _address(slots.query_start_loc)
+    step.read_blocks = _address(slots.read_blocks)
+    step.write_requests = _address(slots.write_requests)
+    step.write_tokens = _address(slots.write_tokens)
+    step.write_blocks = _address(slots.write_blocks)
+
+
+def recurrent_scratch_bytes(threads: int, num_reqs: int, num_writes: int, floats: int) -> int:
+    """Scratch of an op that needs so many floats a thread, for at most so many requests."""
+    return threads * (4 * (num_reqs + num_writes) + 128 + 4 * floats + 64)
+
+
+def conv_floats(channels: int, width: int, threads: int) -> int:
+    """Floats a thread that a convolution needs."""
+    pieces = -(-channels // 64)
+    return (width + 1) * 64 * -(-pieces // threads)
+
+
+def ssd_floats(rows: int, size: int) -> int:
+    """Floats a thread that Mamba 2 with heads of `rows` elements and states of `size` needs."""
+    return _pad(rows, 4) * _pad(size) + 2 * _pad(size) + 3 * _pad(rows)
+
+
+def selective_scan_floats(size: int) -> int:
+    """Floats a thread that Mamba with states of `size` needs."""
+    return 34 * _pad(size) + 32
+
+
+def delta_floats(key_size: int, value_size: int) -> int:
+    """Floats a thread that the gated delta rule needs."""
+    return _pad(value_size, 4) * _pad(key_size) + 2 * _pad(key_size) + 2 * _pad(value_size)
 
 
 def _address(array: np.ndarray[Any, Any]) -> int:
@@ -282,6 +314,10 @@ def _takes(x: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
     """Whether the rows of x, one a token, are contiguous and of a type that is taken."""
     inner = x[0].is_contiguous() if len(x) else True
     return x.device.type == "cpu" and inner and x.dtype in DTYPES and dtype in (None, x.dtype)
+
+
+def _takes_all(inputs: tuple[torch.Tensor, ...], state: torch.Tensor) -> bool:
+    return all(_takes(x, inputs[0].dtype) for x in inputs) and _takes_state(state)
 
 
 def _takes_state(state: torch.Tensor) -> bool:

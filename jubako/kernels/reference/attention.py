@@ -83,7 +83,7 @@ class _Step(NamedTuple):
         Hq, D = self.query.shape[1:]
         n, m = group.num_rows, group.query_len
         q = self.query if group.all_tokens else self.query[group.tokens]
-        k, v = gather_slabs(self.kv, group.slabs, n, group.cleared)
+        k, v = gather_slabs(self.kv, group.slabs, n, group.cleared, q.dtype)
         k, v = k[:, :, group.first_key : group.end_key], v[:, :, group.first_key : group.end_key]
         if m == 1:
             # The query heads of a KV head become its query rows: keys and values are read once.
@@ -104,7 +104,8 @@ class _Step(NamedTuple):
         q = self.query[tokens].transpose(0, 1)[None]
         m = q.shape[2]
         context = seq_len - m
-        if context == 0:
+        if context == 0 and self.kv.pages.dtype == q.dtype:
+            # Others would not be what a later chunk or step reads.
             first = 0
             k = key[tokens].transpose(0, 1)[None].to(q.dtype)
             v = value[tokens].transpose(0, 1)[None].to(q.dtype)
@@ -156,7 +157,7 @@ class _Step(NamedTuple):
         B = self.kv.block_size
         first_block = first // B
         table = blocks[None, first_block : -(-seq_len // B)].long()
-        k, v = gather_slabs(self.kv, slab_indices(table, self.kv), 1, None)
+        k, v = gather_slabs(self.kv, slab_indices(table, self.kv), 1, None, self.query.dtype)
         keys = slice(first - first_block * B, seq_len - first_block * B)
         return k[:, :, keys], v[:, :, keys]
 

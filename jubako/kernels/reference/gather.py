@@ -32,9 +32,13 @@ def slab_indices(table: torch.Tensor, kv: PagedKV) -> torch.Tensor:
 
 
 def gather_slabs(
-    kv: PagedKV, slabs: torch.Tensor, num_rows: int, cleared: torch.Tensor | None
+    kv: PagedKV,
+    slabs: torch.Tensor,
+    num_rows: int,
+    cleared: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [n, Hkv, b · B, D] of the slabs that `slab_indices` named.
+    """Keys and values [n, Hkv, b · B, D] of `dtype` of the slabs that `slab_indices` named.
 
     `cleared` are rows of the result, keys and values counted through, that become zero. The result
     is only good until the thread's next call.
@@ -45,10 +49,22 @@ def gather_slabs(
         torch.index_select(kv.slabs, 0, slabs, out=out)
     else:
         out = kv.slabs.index_select(0, slabs)
+    if kv.scales is not None:
+        out = _unscaled(kv, out)
+    if out.dtype != dtype:
+        out = out.to(dtype)
     if cleared is not None:
         out.view(-1, kv.head_size).index_fill_(0, cleared, 0)
     both = out.view(2, num_rows, kv.num_kv_heads, -1, kv.head_size)
     return both[0], both[1]
+
+
+def _unscaled(kv: PagedKV, slabs: torch.Tensor) -> torch.Tensor:
+    """Slabs with scales [s, B · D + 4 · B] int8 → [s, B · D] float32."""
+    size = kv.block_size * kv.head_size
+    elements = slabs[:, :size].contiguous().view(kv.pages.dtype).float()
+    scales = slabs[:, size:].contiguous().view(torch.float32)
+    return (elements.unflatten(1, (kv.block_size, -1)) * scales[..., None]).flatten(1)
 
 
 def _workspace(kv: PagedKV) -> torch.Tensor:

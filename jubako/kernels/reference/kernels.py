@@ -32,6 +32,8 @@ class ReferenceKernels:
     packed_linear = staticmethod(linear.no_packed_matrix)
     packed_gated_linear = staticmethod(linear.no_packed_matrix)
     packed_embedding = staticmethod(linear.no_packed_matrix)
+    pack_experts = staticmethod(moe.pack_experts)
+    packed_experts = staticmethod(linear.no_packed_matrix)
     linear = staticmethod(linear.linear)
     rms_norm = staticmethod(norm.rms_norm)
     layer_norm = staticmethod(norm.layer_norm)

@@ -8,16 +8,17 @@ import numpy as np
 import torch
 
 from jubako.kernels.metadata import AttentionMetadata
-from jubako.kernels.paged_kv import PagedKV
+from jubako.kernels.paged_kv import LARGEST, PagedKV
 
 
 class _WritePlan(NamedTuple):
     tokens: torch.Tensor | None
     """[N] int64, the tokens to write; None: the first `num_tokens`."""
     num_tokens: int
-    key_rows: torch.Tensor
-    """[N · Hkv] int64 into `PagedKV.rows`."""
-    value_rows: torch.Tensor
+    slabs: torch.Tensor
+    """[N · Hkv] int64, of keys; those of values follow them."""
+    offsets: torch.Tensor
+    """[N · Hkv] int64 within a slab."""
 
 
 def _plan(kv: PagedKV, metadata: AttentionMetadata, device: torch.device) -> _WritePlan:
@@ -33,12 +34,12 @@ def _plan(kv: PagedKV, metadata: AttentionMetadata, device: torch.device) -> _Wr
     B = kv.block_size
     block, offset = np.divmod(slots.astype(np.int64), B)
     slab = block[:, None] * kv.slabs_per_block + 2 * np.arange(kv.num_kv_heads)
-    key_rows = (slab * B + offset[:, None]).ravel()
+    offsets = np.repeat(offset, kv.num_kv_heads)
     return _WritePlan(
         tokens,
         num_tokens,
-        torch.from_numpy(key_rows).to(device),
-        torch.from_numpy(key_rows + B).to(device),
+        torch.from_numpy(slab.ravel()).to(device),
+        torch.from_numpy(offsets).to(device),
     )
 
 
@@ -50,6 +51,25 @@ def reshape_and_cache(
     plan: _WritePlan | None = metadata.plans.get(geometry)
     if plan is None:
         plan = metadata.plans[geometry] = _plan(kv, metadata, key.device)
-    for source, rows in ((key, plan.key_rows), (value, plan.value_rows)):
+    into = kv.rows
+    for source, slabs in ((key, plan.slabs), (value, plan.slabs + 1)):
         chosen = source[: plan.num_tokens] if plan.tokens is None else source[plan.tokens]
-        kv.rows.index_copy_(0, rows, chosen.reshape(-1, kv.head_size).to(kv.rows.dtype))
+        chosen = chosen.reshape(-1, kv.head_size)
+        if kv.scales is not None:
+            chosen, scales = _scaled(chosen, into.dtype)
+            kv.scales[slabs, plan.offsets] = scales
+        if into.dtype == torch.float8_e4m3fn:
+            # Not all that PyTorch does takes this dtype.
+            into.view(torch.int8)[slabs, plan.offsets] = chosen.to(into.dtype).view(torch.int8)
+        else:
+            into[slabs, plan.offsets] = chosen.to(into.dtype)
+
+
+def _scaled(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [N, D] as numbers that `dtype` rounds to its own, and their scales [N] float32."""
+    x = x.float()
+    largest = x.abs().amax(-1)
+    # A number over a tensor would be rounded twice.
+    inverse = torch.where(largest > 0, largest.new_tensor(LARGEST[dtype]) / largest, 0.0)
+    scaled = x * inverse[:, None]
+    return scaled.round() if dtype == torch.int8 else scaled, largest / LARGEST[dtype]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import mmap
 import os
 import threading
 from itertools import pairwise
@@ -18,7 +19,7 @@ from jubako.errors import ConfigError
 from jubako.kernels import registry
 from jubako.kernels.cpu import library
 from jubako.kernels.cpu.elementwise import OP_CONVERT, ConvertArgs
-from jubako.kernels.cpu.library import Memory, Pool, program_array
+from jubako.kernels.cpu.library import Arena, Memory, Pool, discard, program_array
 
 needs_library = pytest.mark.skipif(library.library() is None, reason="no native library")
 
@@ -241,3 +242,38 @@ class TestScratch:
         assert [size for _, size in seen] == [100, 100, 200, 200]
         assert seen[0] == seen[1]
         assert seen[2] == seen[3]
+
+
+@needs_library
+class TestArena:
+    def test_pieces_are_zeroed_aligned_and_apart(self) -> None:
+        arena = Arena(chunk_bytes=1 << 20)
+        sizes = [1, 63, 64, 65, 100_000, 3 << 20, 0, 1 << 20, 500_000]
+        pieces = [arena.take(size) for size in sizes]
+        for value, (piece, size) in enumerate(zip(pieces, sizes, strict=True), start=1):
+            assert piece.address % 64 == 0
+            assert ctypes.string_at(piece.address, size) == bytes(size)
+            ctypes.memset(piece.address, value, size)
+        for value, (piece, size) in enumerate(zip(pieces, sizes, strict=True), start=1):
+            assert ctypes.string_at(piece.address, size) == bytes([value]) * size
+
+    def test_small_pieces_lie_beside_each_other(self) -> None:
+        arena = Arena()
+        first, second = arena.take(100), arena.take(1)
+        assert second.address - first.address == 128
+
+    def test_a_piece_outlives_its_arena(self) -> None:
+        piece = Arena().take(4096)
+        gc.collect()
+        ctypes.memset(piece.address, 7, 4096)
+        assert ctypes.string_at(piece.address, 2) == b"\7\7"
+
+
+@needs_library
+def test_discarding_takes_whole_pages_and_leaves_what_is_beside() -> None:
+    memory = Memory(4 * mmap.PAGESIZE)
+    ctypes.memset(memory.address, 7, memory.num_bytes)
+    discard(memory.address + 1, 3 * mmap.PAGESIZE)
+    content = ctypes.string_at(memory.address, memory.num_bytes)
+    page = mmap.PAGESIZE
+    assert content == b"\7" * page + bytes(2 * page) + b"\7" * page

@@ -122,7 +122,8 @@ def test_bfloat16(native: RecurrentKernels, name: str, state_dtype: torch.dtype)
 
 
 def test_what_is_not_taken_is_left_to_others(native: RecurrentKernels) -> None:
-    x = torch.zeros(2, 8, dtype=torch.float16)
+    x = torch.ones(2, 8, dtype=torch.float16)
     state = torch.zeros(1, 3, 8)
     slots = StateSlots.without_state(2)
-    assert native.causal_conv1d(x, torch.zeros(8, 4), None, state, slots) is None
+    out = native.causal_conv1d(x, torch.ones(8, 4, dtype=torch.float16), None, state, slots)
+    assert out.tolist() == [[1.0] * 8, [2.0] * 8]

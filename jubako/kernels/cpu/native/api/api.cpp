@@ -10,7 +10,7 @@
 #define JB_API extern "C" __attribute__((visibility("default")))
 
 // Changes with every change of an args struct or of a function here.
-JB_API int32_t jb_version() { return 1; }
+JB_API int32_t jb_version() { return 2; }
 
 // The level in use; null if JUBAKO_CPU_ISA names one that cannot run here.
 JB_API const char* jb_isa() { return jb::level_name(); }
@@ -23,6 +23,12 @@ JB_API int32_t jb_has_op(int32_t op) {
 }
 
 JB_API jb::Pool* jb_pool_create(int32_t size) { return new (std::nothrow) jb::Pool(size); }
+
+// `workers` [size - 1] and `callers` are numbers of processors.
+JB_API void jb_pool_pin(jb::Pool* pool, const int32_t* workers, const int32_t* callers,
+                        int32_t num_callers) {
+  pool->pin(workers, callers, num_callers);
+}
 
 JB_API void jb_pool_destroy(jb::Pool* pool) { delete pool; }
 

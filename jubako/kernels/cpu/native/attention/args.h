@@ -4,15 +4,13 @@
 #include <cstdint>
 
 #include "../base/optable.h"
+#include "../base/types.h"
 
 namespace jb {
 
 enum : int32_t {
   OP_PAGED_ATTENTION = ATTENTION_OPS + 0,
 };
-
-// Element types of pages beyond DType's. Both have one float32 scale for each token of a slab.
-enum KvType : int32_t { KV_I8 = 3, KV_F8E4M3 = 4 };
 
 // One step, seen by the attention layers of one KV cache group. Request i owns the tokens from
 // query_start_loc[i] to query_start_loc[i + 1], the last ones of its seq_lens[i] positions.
@@ -47,7 +45,7 @@ struct AttentionArgs {
   int64_t value_offset;  // bytes from a key to its value; 0: the value is the key's first elements
   int64_t scale_offset;  // bytes from a slab to its float32 scales, for KvType
   int32_t dtype;         // of q and out: a DType
-  int32_t kv_dtype;      // of the pages: `dtype` or a KvType
+  int32_t kv_dtype;      // of the pages: a DType or a KvType
   int32_t num_heads;
   int32_t num_kv_heads;
   int32_t head_size;   // elements of a key

@@ -40,8 +40,8 @@ JB_INLINE int64_t stream_bytes(int64_t head_size, int64_t value_size) {
 
 JB_INLINE int64_t tile_bytes(int64_t head_size, int64_t value_size) {
   int64_t q = round_up(head_size, 32), v = round_up(value_size, 32);
-  int64_t halves = TILE_ROWS * q + TILE_KEYS * (q + v) + 32 * (TILE_KEYS + 32);
-  int64_t floats = TILE_ROWS * (v + 16) + 32 * (TILE_KEYS + 16) + 20 * TILE_ROWS;
+  int64_t halves = TILE_ROWS * q + TILE_KEYS * (q + v);
+  int64_t floats = TILE_ROWS * (v + 16) + 2 * 32 * (TILE_KEYS + 16) + 20 * TILE_ROWS;
   return 2 * halves + 4 * floats + 4096;
 }
 

@@ -38,12 +38,14 @@ JB_INLINE vec set_vec(float x) { return x - (vec){}; }
 // `full` loads LANES elements from element i on; `one` is element i.
 struct LoadF32 {
   static constexpr bool SCALED = false;
+  static constexpr bool STORED_BF16 = false;
   JB_INLINE vec full(const char* p, int64_t i) { return load_vec((const float*)p + i); }
   JB_INLINE float one(const char* p, int64_t i) { return ((const float*)p)[i]; }
 };
 
 struct LoadBF16 {
   static constexpr bool SCALED = false;
+  static constexpr bool STORED_BF16 = true;
   JB_INLINE vec full(const char* p, int64_t i) {
     halves h;
     memcpy(&h, (const uint16_t*)p + i, sizeof h);
@@ -57,6 +59,7 @@ struct LoadBF16 {
 
 struct LoadF16 {
   static constexpr bool SCALED = false;
+  static constexpr bool STORED_BF16 = false;
   JB_INLINE vec full(const char* p, int64_t i) {
     const uint16_t* h = (const uint16_t*)p + i;
 #if defined(__AVX512F__)
@@ -74,10 +77,17 @@ struct LoadF16 {
 
 struct LoadI8 {
   static constexpr bool SCALED = true;
+  static constexpr bool STORED_BF16 = false;
   JB_INLINE vec full(const char* p, int64_t i) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + i))));
+#elif defined(__AVX2__)
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + i))));
+#else
     signed_bytes b;
     memcpy(&b, p + i, sizeof b);
     return __builtin_convertvector(__builtin_convertvector(b, ivec), vec);
+#endif
   }
   JB_INLINE float one(const char* p, int64_t i) { return ((const int8_t*)p)[i]; }
 };
@@ -85,7 +95,26 @@ struct LoadI8 {
 // Sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities.
 struct LoadF8 {
   static constexpr bool SCALED = true;
+  static constexpr bool STORED_BF16 = false;
   JB_INLINE vec full(const char* p, int64_t i) {
+    // As a float16 it is 2^8 too small, and so never slow, though it may be subnormal there.
+#if defined(__AVX512F__)
+    __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(p + i)));
+    __m256i rest = _mm256_and_si256(w, _mm256_set1_epi16(0x7f));
+    __m256i sign = _mm256_slli_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0x80)), 8);
+    __m512 y = _mm512_cvtph_ps(_mm256_or_si256(_mm256_slli_epi16(rest, 7), sign));
+    y = _mm512_mul_ps(y, _mm512_set1_ps(256.0f));
+    __mmask16 none = _mm256_cmpeq_epi16_mask(rest, _mm256_set1_epi16(0x7f));
+    return (vec)_mm512_mask_mov_ps(y, none, _mm512_set1_ps(__builtin_nanf("")));
+#elif defined(__AVX2__) && defined(__F16C__)
+    __m128i w = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)(p + i)));
+    __m128i rest = _mm_and_si128(w, _mm_set1_epi16(0x7f));
+    __m128i sign = _mm_slli_epi16(_mm_and_si128(w, _mm_set1_epi16(0x80)), 8);
+    __m256 y = _mm256_cvtph_ps(_mm_or_si128(_mm_slli_epi16(rest, 7), sign));
+    y = _mm256_mul_ps(y, _mm256_set1_ps(256.0f));
+    __m256i none = _mm256_cvtepi16_epi32(_mm_cmpeq_epi16(rest, _mm_set1_epi16(0x7f)));
+    return (vec)_mm256_or_ps(y, _mm256_castsi256_ps(none));
+#else
     bytes b;
     memcpy(&b, p + i, sizeof b);
     uvec bits = __builtin_convertvector(b, uvec);
@@ -100,6 +129,7 @@ struct LoadF8 {
     whole |= (bits & 0x80) << 24 | nan;
     memcpy(&x, &whole, sizeof x);
     return x;
+#endif
   }
   JB_INLINE float one(const char* p, int64_t i) {
     uint32_t b = ((const uint8_t*)p)[i], bits = (b & 0x7f) << 20;

@@ -13,29 +13,6 @@
 namespace jb {
 namespace JB_ISA {
 
-// To the nearest, ties to even.
-static inline uint16_t to_half(float x) {
-#if defined(__F16C__)
-  return (uint16_t)_mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(x), 0), 0);
-#else
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
-  if (magnitude >= 0x47800000) return (uint16_t)(sign | 0x7c00);
-  if (magnitude < 0x38800000) {
-    // Subnormal: adding a half puts its bits where they belong, rounded.
-    float y;
-    memcpy(&y, &magnitude, 4);
-    y += 0.5f;
-    memcpy(&magnitude, &y, 4);
-    return (uint16_t)(sign | (magnitude - 0x3f000000));
-  }
-  magnitude += 0xfff + (magnitude >> 13 & 1);
-  return (uint16_t)(sign | ((magnitude >> 13) - (112 << 10)));
-#endif
-}
-
 constexpr float NOTHING = -INFINITY;
 
 // exp(x) of one float, by the same instructions as of many.
@@ -85,7 +62,7 @@ static __attribute__((noinline)) void finish_row(const AttentionArgs& a, int64_t
     int64_t n = a.value_size - d;
     if (a.dtype == F16) {
       for (int64_t j = 0; j < (n < 16 ? n : 16); ++j) {
-        ((uint16_t*)a.out)[at + d + j] = to_half(((const float*)&y)[j]);
+        ((uint16_t*)a.out)[at + d + j] = f32_to_f16(((const float*)&y)[j]);
       }
     } else if (n >= 16) {
       v_store_any(a.out, at + d, a.dtype, y);

@@ -77,26 +77,18 @@ Pool::Pool(int size)
       size_ = rank;
     }
   }
-  pin();
 }
 
-// Each worker stays on a core of its own, the caller is kept off these while a program runs.
-void Pool::pin() {
-  if (size_ < 2 || sched_getaffinity(0, sizeof all_, &all_) != 0) return;
-  int count = CPU_COUNT(&all_);
-  if (count < 2 || size_ > count) return;
-  callers_ = all_;
-  int core = -1;
-  for (int rank = 0; rank < size_; ++rank) {
-    do ++core;
-    while (!CPU_ISSET(core, &all_));
-    if (rank == 0) continue;
+void Pool::pin(const int32_t* workers, const int32_t* callers, int32_t num_callers) {
+  if (size_ < 2 || num_callers < 1) return;
+  for (int rank = 1; rank < size_; ++rank) {
     cpu_set_t one;
     CPU_ZERO(&one);
-    CPU_SET(core, &one);
-    pthread_setaffinity_np(threads_[rank], sizeof one, &one);
-    CPU_CLR(core, &callers_);
+    CPU_SET(workers[rank - 1], &one);
+    if (pthread_setaffinity_np(threads_[rank], sizeof one, &one) != 0) return;
   }
+  CPU_ZERO(&callers_);
+  for (int i = 0; i < num_callers; ++i) CPU_SET(callers[i], &callers_);
   pinned_ = true;
 }
 

@@ -23,6 +23,10 @@ class Pool {
 
   int size() const { return size_; }
 
+  // Put each worker on a processor of its own, by rank from 1 on, and callers on these while a
+  // program runs. At most once, before the first run.
+  void pin(const int32_t* workers, const int32_t* callers, int32_t num_callers);
+
   // Walk `ops` on all threads with a barrier after each. `times`, if not null, takes the
   // nanoseconds of each op as rank 0 sees them.
   void run(const ProgramOp* ops, int64_t count, int64_t* times);
@@ -33,12 +37,10 @@ class Pool {
   static void* worker(void* start);
   void work(int rank);
   void walk(int rank, const ProgramOp* ops, int64_t count, int64_t* times);
-  void pin();
 
   int size_;
   pid_t owner_;
   pthread_t* threads_;
-  cpu_set_t all_;
   cpu_set_t callers_;
   bool pinned_;
   pthread_mutex_t mutex_;

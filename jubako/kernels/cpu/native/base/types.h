@@ -7,6 +7,10 @@
 // Values mirrored in Python (jubako/kernels/cpu/library.py).
 enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
 
+// Element types of KV pages beyond these: int8, and 8 bits with 4 of exponent and 3 of mantissa.
+// After the tokens of a slab come as many float32, by which their elements are multiplied.
+enum KvType : int32_t { KV_I8 = 3, KV_F8E4M3 = 4 };
+
 #define JB_INLINE static inline __attribute__((always_inline, unused))
 
 JB_INLINE int64_t dtype_size(int32_t dtype) { return dtype == F32 ? 4 : 2; }

@@ -75,6 +75,29 @@ JB_INLINE f32x16 v_load_f16(const uint16_t* p) {
 #endif
 }
 
+// To the nearest, ties to even. What a level has an instruction for is here, not in types.h.
+JB_INLINE uint16_t f32_to_f16(float x) {
+#if defined(__F16C__)
+  return (uint16_t)_mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(x), 0), 0);
+#else
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+  if (magnitude >= 0x47800000) return (uint16_t)(sign | 0x7c00);
+  if (magnitude < 0x38800000) {
+    // Subnormal: adding a half puts its bits where they belong, rounded.
+    float y;
+    memcpy(&y, &magnitude, 4);
+    y += 0.5f;
+    memcpy(&magnitude, &y, 4);
+    return (uint16_t)(sign | (magnitude - 0x3f000000));
+  }
+  magnitude += 0xfff + (magnitude >> 13 & 1);
+  return (uint16_t)(sign | ((magnitude >> 13) - (112 << 10)));
+#endif
+}
+
 // 16 elements of an array of `dtype` (F32 or BF16) from element i on, and back.
 JB_INLINE f32x16 v_load_any(const void* p, int64_t i, int32_t dtype) {
   return dtype == F32 ? v_load((const float*)p + i) : v_load_bf16((const uint16_t*)p + i);

@@ -53,11 +53,13 @@ void fill_activation(OpTable& table) {
 void fill_norm(OpTable& table);
 void fill_rope(OpTable& table);
 void fill_kv_write(OpTable& table);
+void fill_pointwise(OpTable& table);
 
 void fill_elementwise(OpTable& table) {
   fill_norm(table);
   fill_rope(table);
   fill_kv_write(table);
+  fill_pointwise(table);
   fill_activation(table);
 }
 

@@ -18,6 +18,10 @@ enum : int32_t {
   OP_CONVERT = ELEMENTWISE_OPS + 4,
   OP_ROTATION = ELEMENTWISE_OPS + 5,
   OP_KV_WRITE = ELEMENTWISE_OPS + 6,
+  OP_POINTWISE = ELEMENTWISE_OPS + 16,
+  OP_GATE = ELEMENTWISE_OPS + 17,
+  OP_GATED_NORM = ELEMENTWISE_OPS + 18,
+  OP_POSITION_SCALE = ELEMENTWISE_OPS + 19,
 };
 
 enum NormKind : int32_t { RMS_NORM = 0, LAYER_NORM = 1 };
@@ -63,7 +67,7 @@ struct RopeArgs {
   void* q_out;      // [rows, Hq, D], or without pages [rows, Hq + Hkv, D]; may be qkv
   const float* weight;  // [Hq + Hkv, D], or null
   const int64_t* const* slots;  // points to [rows]; negative: not written
-  void* pages;                  // [blocks, Hkv, {K, V}, B, D], or null
+  void* pages;                  // [blocks, Hkv, {K, V}, slab], or null
   int64_t ld_table, ld_token, ld_head, ld_out_token, block_stride;  // block_stride in bytes
   int32_t dtype, out_dtype, kv_dtype;
   int32_t num_heads, num_kv_heads, head_size, rotary, interleaved, block_size;
@@ -81,7 +85,8 @@ struct RotationArgs {
   float factor;
 };
 
-// Keys and values [rows, Hkv, D] into the pages [blocks, Hkv, {K, V}, B, D].
+// Keys and values [rows, Hkv, D] into the pages [blocks, Hkv, {K, V}, slab]. A slab is [B, D] of
+// kv_dtype, a DType or a KvType, with B float32 behind it where that needs them.
 struct KvWriteArgs {
   const int64_t* rows;
   const void* key;
@@ -101,6 +106,64 @@ struct GatedActivationArgs {
   void* y;
   int64_t size, ldx, ldy;
   int32_t x_dtype, y_dtype, activation;
+};
+
+enum PlainFunction : int32_t {
+  PLAIN_IDENTITY = 0,
+  PLAIN_SILU = 1,
+  PLAIN_GELU_TANH = 2,
+  PLAIN_GELU = 3,
+  PLAIN_RELU = 4,
+  PLAIN_RELU_SQUARED = 5,
+  PLAIN_TANH = 6,
+  PLAIN_SIGMOID = 7,
+  PLAIN_SOFTPLUS = 8,
+};
+
+// y = f(x + bias), not below `low` nor above `high`, times factor. y may be x.
+struct PointwiseArgs {
+  const int64_t* rows;
+  const void* x;
+  void* y;
+  const float* bias;    // [size] or null
+  const float* factor;  // [size] or null
+  int64_t size, ldx, ldy;
+  int32_t x_dtype, y_dtype, function;
+  float low, high;
+};
+
+// y = x · f(gate), or y += it. y may be x.
+struct GateArgs {
+  const int64_t* rows;
+  const void* x;
+  const void* gate;
+  void* y;
+  int64_t size, ldx, ld_gate, ldy;
+  int32_t x_dtype, gate_dtype, y_dtype, function;
+  int32_t one;  // a row's gate is one number
+  int32_t add;  // y is float32
+};
+
+// y = norm(x · silu(gate)) · weight, or norm(x) · weight · silu(gate) with `norm_first`: the root
+// mean square norm over each `group` neighbours.
+struct GatedNormArgs {
+  const int64_t* rows;
+  const void* x;
+  const void* gate;
+  void* y;
+  const float* weight;  // [size]
+  int64_t size, group, ldx, ld_gate, ldy;
+  int32_t x_dtype, gate_dtype, y_dtype, norm_first;
+  float eps;
+};
+
+// y[row] = 1 + scale · log(1 + floor((position + offset) / every)), float32.
+struct PositionScaleArgs {
+  const int64_t* rows;
+  const int64_t* positions;
+  float* y;
+  int64_t ldy;
+  float scale, offset, every;
 };
 
 // y = x · scale in another dtype.

@@ -2,7 +2,7 @@
 
 #include "../base/vec.h"
 #include "args.h"
-#include "rows.h"
+#include "page_rows.h"
 
 namespace jb {
 namespace JB_ISA {
@@ -10,7 +10,8 @@ namespace {
 
 void kv_write(Team& team, const void* p) {
   const KvWriteArgs& a = *(const KvWriteArgs*)p;
-  int64_t B = a.block_size, D = a.head_size, Hkv = a.num_kv_heads;
+  int64_t D = a.head_size, Hkv = a.num_kv_heads;
+  float x[MAX_HEAD_SIZE];
   Range part = team.range(*a.rows * Hkv * 2);
   for (int64_t item = part.begin; item < part.end; ++item) {
     int64_t token = item / (2 * Hkv), head = item / 2 % Hkv, kind = item % 2;
@@ -19,9 +20,8 @@ void kv_write(Team& team, const void* p) {
     int64_t place = kind ? token * a.value_token + head * a.value_head
                          : token * a.key_token + head * a.key_head;
     const char* from = (const char*)(kind ? a.value : a.key) + place * dtype_size(a.dtype);
-    int64_t row = (2 * head + kind) * B + slot % B;
-    char* to = (char*)a.pages + slot / B * a.block_stride + row * D * dtype_size(a.kv_dtype);
-    JB_FOR_16(i, n, D) store_16(to, i, a.kv_dtype, load_16(from, i, a.dtype, n), n);
+    JB_FOR_16(i, n, D) store_16(x, i, F32, load_16(from, i, a.dtype, n), n);
+    write_page_row(x, page_row(a, slot, head, kind), a.kv_dtype, D);
   }
 }
 

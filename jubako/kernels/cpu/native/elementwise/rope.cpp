@@ -2,13 +2,11 @@
 
 #include "../base/vec.h"
 #include "args.h"
-#include "rows.h"
+#include "page_rows.h"
 
 namespace jb {
 namespace JB_ISA {
 namespace {
-
-constexpr int64_t MOST = 1024;  // head_size is at most this; the Python side checks
 
 JB_INLINE void load_head(const RopeArgs& a, const void* source, const float* weight, float* x) {
   int64_t D = a.head_size;
@@ -50,19 +48,12 @@ JB_INLINE void put(const float* x, void* out, int32_t dtype, int64_t D) {
   JB_FOR_16(i, n, D) store_16(out, i, dtype, load_16(x, i, F32, n), n);
 }
 
-// Where head `head`'s key (kind 0) or value (1) of the token in `slot` lies.
-JB_INLINE char* page_row(const RopeArgs& a, int64_t slot, int64_t head, int64_t kind) {
-  int64_t block = slot / a.block_size, offset = slot % a.block_size;
-  int64_t row = (2 * head + kind) * a.block_size + offset;
-  return (char*)a.pages + block * a.block_stride + row * a.head_size * dtype_size(a.kv_dtype);
-}
-
 void rope(Team& team, const void* p) {
   const RopeArgs& a = *(const RopeArgs*)p;
   int64_t D = a.head_size, Hq = a.num_heads, Hkv = a.num_kv_heads;
   int64_t heads = Hq + Hkv + (a.pages ? Hkv : 0);
   Range part = team.range(*a.rows * heads);
-  float x[MOST];
+  float x[MAX_HEAD_SIZE];
   for (int64_t item = part.begin; item < part.end; ++item) {
     int64_t token = item / heads, head = item % heads;
     int64_t slot = a.pages ? (*a.slots)[token] : 0;
@@ -76,9 +67,9 @@ void rope(Team& team, const void* p) {
       int64_t place = token * a.ld_out_token + head * D;
       put(x, (char*)a.q_out + place * dtype_size(a.out_dtype), a.out_dtype, D);
     } else if (is_value) {
-      put(x, page_row(a, slot, head - Hq - Hkv, 1), a.kv_dtype, D);
+      write_page_row(x, page_row(a, slot, head - Hq - Hkv, 1), a.kv_dtype, D);
     } else {
-      put(x, page_row(a, slot, head - Hq, 0), a.kv_dtype, D);
+      write_page_row(x, page_row(a, slot, head - Hq, 0), a.kv_dtype, D);
     }
   }
 }
