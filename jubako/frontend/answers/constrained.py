@@ -27,6 +27,6 @@ def arguments_of(name: str) -> Style:
 
     def read(source: Source, tools: frozenset[str]) -> Reading[None]:
         yield Call(name)
-        yield from source.until(("\0\0",), Arguments)
+        yield from source.rest(Arguments)
 
     return read

@@ -40,9 +40,6 @@ def think_tags(
             yield from source.space()
         elif space:
             yield Content(space)
-        yield from source.until(_NEVER, Content)
+        yield from source.rest(Content)
 
     return read
-
-
-_NEVER = ("\0\0\0",)

@@ -113,6 +113,15 @@ class Source:
                 return None
             yield None
 
+    def rest(self, wrap: Wrap) -> Reading[None]:
+        """Pass everything on that is left."""
+        while True:
+            if self._left:
+                yield wrap(self._take(self._left))
+            if self._ended:
+                return
+            yield None
+
     def text_until(self, markers: Sequence[str]) -> Reading[tuple[str, str | None]]:
         """The text up to the first of `markers`, and the marker; None where the text ends."""
         pieces: list[str] = []

@@ -231,6 +231,7 @@ THINKING = AnswerStyle(think_tags())
         ("Yes, <think> is a tag.", False, "", "Yes, <think> is a tag."),
         ("<think>Hm", False, "Hm", ""),
         ("", True, "", ""),
+        ("Zero: \0\0\0!", False, "", "Zero: \0\0\0!"),
         ("<thin", False, "", "<thin"),
     ],
 )
