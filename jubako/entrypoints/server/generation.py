@@ -300,9 +300,10 @@ def wants_usage(request: GenerationRequest) -> tuple[bool, bool]:
     return last, last and bool(options.continuous_usage_stats)
 
 
-def event(record: msgspec.Struct) -> bytes:
-    """A server-sent event that carries `record`."""
-    return b"data: " + _encode(record) + b"\n\n"
+def event(record: msgspec.Struct, name: str | None = None) -> bytes:
+    """A server-sent event that carries `record`, under a name if it has one."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + _encode(record) + b"\n\n"
 
 
 _encode = msgspec.json.Encoder().encode

@@ -14,7 +14,7 @@ import msgspec
 from jubako.entrypoints.server.chat_turn import ChatTurn, Part
 from jubako.entrypoints.server.errors import messages_error_body
 from jubako.entrypoints.server.exchange import StreamStyle
-from jubako.entrypoints.server.generation import Generation
+from jubako.entrypoints.server.generation import Generation, event
 from jubako.entrypoints.server.messages_input import as_chat
 from jubako.entrypoints.server.messages_protocol import (
     Block,
@@ -47,8 +47,6 @@ _REASONS: dict[str | None, StopReason] = {
     "length": "max_tokens",
     "tool_calls": "tool_use",
 }
-
-_encode = msgspec.json.Encoder().encode
 
 
 def _error_event(error: BaseException) -> bytes:
@@ -146,7 +144,7 @@ class MessagesExchange:
                     records.append(MessageDelta(delta=self._end(part), usage=self._usage(tokens)))
                     records.append(MessageStop())
                 if records:
-                    yield b"".join(map(named_event, records))
+                    yield b"".join(map(_named, records))
 
 
 class _Blocks:
@@ -198,7 +196,5 @@ def _input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"arguments": value}
 
 
-def named_event(record: msgspec.Struct) -> bytes:
-    """A server-sent event that carries `record` under the name of its type."""
-    name = str(record.__struct_config__.tag)
-    return b"event: " + name.encode() + b"\ndata: " + _encode(record) + b"\n\n"
+def _named(record: msgspec.Struct) -> bytes:
+    return event(record, str(record.__struct_config__.tag))

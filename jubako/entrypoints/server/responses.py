@@ -16,6 +16,7 @@ import msgspec
 from jubako.entrypoints.server.chat_turn import ChatTurn, Part
 from jubako.entrypoints.server.errors import ServerError, error_info
 from jubako.entrypoints.server.exchange import StreamStyle
+from jubako.entrypoints.server.generation import event
 from jubako.entrypoints.server.response_store import ResponseStore, StoredResponse
 from jubako.entrypoints.server.responses_input import as_chat, input_messages, output_messages
 from jubako.entrypoints.server.responses_items import OutputItems
@@ -33,8 +34,6 @@ from jubako.entrypoints.server.state import ServerState
 from jubako.entrypoints.server.tools import new_call_id
 from jubako.errors import ValidationError
 
-_encode = msgspec.json.Encoder().encode
-
 
 def _error_event(error: BaseException) -> bytes:
     info = error_info(error)
@@ -44,7 +43,7 @@ def _error_event(error: BaseException) -> bytes:
 
 
 def _event(record: ResponseEvent) -> bytes:
-    return b"event: " + record.type.encode() + b"\ndata: " + _encode(record) + b"\n\n"
+    return event(record, record.type)
 
 
 class ResponsesExchange:
@@ -133,7 +132,7 @@ class ResponsesExchange:
         async with aclosing(self._turn.parts()) as parts:
             async for part in parts:
                 tokens += len(part.completion.token_ids)
-                events = [event for found in part.events for event in self._items.add(found)]
+                events = [new for found in part.events for new in self._items.add(found)]
                 if part.finish_reason is not None:
                     events += self._end(part, tokens)
                 if events:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from copy import deepcopy
 
 from jubako.entrypoints.server.responses_protocol import (
     FunctionCallItem,
@@ -53,14 +54,15 @@ class OutputItems:
     def _begin(self, item: Item) -> list[ResponseEvent]:
         self.items.append(item)
         self._open = True
-        events = [self._event("response.output_item.added", item=_copy(item))]
+        # Events tell what is now; the item goes on to grow.
+        events = [self._event("response.output_item.added", item=deepcopy(item))]
         if isinstance(item, MessageItem):
             item.content.append(OutputText(text=""))
         elif isinstance(item, ReasoningItem):
             item.content.append(ReasoningText(text=""))
         else:
             return events
-        part = _copy_part(item.content[0])
+        part = deepcopy(item.content[0])
         return [*events, self._of_part("response.content_part.added", part=part)]
 
     def _grow(self, text: str) -> list[ResponseEvent]:
@@ -122,19 +124,3 @@ def _message() -> Item:
 
 def _reasoning() -> Item:
     return ReasoningItem(id=_new_id("rs"), status="in_progress", content=[])
-
-
-def _copy(item: Item) -> Item:
-    """`item` as it is now; it goes on to grow."""
-    match item:
-        case MessageItem():
-            return MessageItem(id=item.id, status=item.status, content=[])
-        case ReasoningItem():
-            return ReasoningItem(id=item.id, status=item.status, content=[])
-    return FunctionCallItem(
-        id=item.id, status=item.status, call_id=item.call_id, name=item.name, arguments=""
-    )
-
-
-def _copy_part(part: OutputText | ReasoningText) -> OutputText | ReasoningText:
-    return type(part)(text=part.text)
