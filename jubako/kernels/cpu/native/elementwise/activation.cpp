@@ -8,16 +8,11 @@ namespace jb {
 namespace JB_ISA {
 namespace {
 
-// Few rows are split within the row, so that all threads have work.
-constexpr int64_t PIECE = 512;
-
 void gated_activation(Team& team, const void* p) {
   const GatedActivationArgs& a = *(const GatedActivationArgs*)p;
-  int64_t pieces = (a.size + PIECE - 1) / PIECE;
-  Range part = team.range(*a.rows * pieces);
+  Range part = team.range(*a.rows * pieces_of(a.size));
   for (int64_t item = part.begin; item < part.end; ++item) {
-    int64_t row = item / pieces, start = item % pieces * PIECE;
-    int64_t size = a.size - start < PIECE ? a.size - start : PIECE;
+    const auto [row, start, size] = piece_of(item, a.size);
     const void* x = row_of(a.x, row, a.ldx, a.x_dtype);
     void* y = row_of(a.y, row, a.ldy, a.y_dtype);
     JB_FOR_16(i, n, size) {

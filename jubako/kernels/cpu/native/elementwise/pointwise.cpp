@@ -11,9 +11,6 @@ namespace jb {
 namespace JB_ISA {
 namespace {
 
-// Few rows are split within the row, so that all threads have work.
-constexpr int64_t PIECE = 512;
-
 // log(1 + e^x) = max(x, 0) + log(1 + u) with u = e^-|x|, and log(1 + u) = 2 atanh(u / (2 + u)), whose
 // series ends early: its argument is at most a third.
 f32x16 softplus(f32x16 x) {
@@ -46,11 +43,9 @@ f32x16 plain(int32_t function, f32x16 x) {
 
 void pointwise(Team& team, const void* p) {
   const PointwiseArgs& a = *(const PointwiseArgs*)p;
-  int64_t pieces = (a.size + PIECE - 1) / PIECE;
-  Range part = team.range(*a.rows * pieces);
+  Range part = team.range(*a.rows * pieces_of(a.size));
   for (int64_t item = part.begin; item < part.end; ++item) {
-    int64_t row = item / pieces, start = item % pieces * PIECE;
-    int64_t size = a.size - start < PIECE ? a.size - start : PIECE;
+    const auto [row, start, size] = piece_of(item, a.size);
     const void* x = row_of(a.x, row, a.ldx, a.x_dtype);
     void* y = row_of(a.y, row, a.ldy, a.y_dtype);
     JB_FOR_16(i, n, size) {
@@ -65,11 +60,9 @@ void pointwise(Team& team, const void* p) {
 
 void gate(Team& team, const void* p) {
   const GateArgs& a = *(const GateArgs*)p;
-  int64_t pieces = (a.size + PIECE - 1) / PIECE;
-  Range part = team.range(*a.rows * pieces);
+  Range part = team.range(*a.rows * pieces_of(a.size));
   for (int64_t item = part.begin; item < part.end; ++item) {
-    int64_t row = item / pieces, start = item % pieces * PIECE;
-    int64_t size = a.size - start < PIECE ? a.size - start : PIECE;
+    const auto [row, start, size] = piece_of(item, a.size);
     const void* x = row_of(a.x, row, a.ldx, a.x_dtype);
     const void* gates = row_of(a.gate, row, a.ld_gate, a.gate_dtype);
     void* y = row_of(a.y, row, a.ldy, a.y_dtype);

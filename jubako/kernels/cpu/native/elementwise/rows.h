@@ -29,3 +29,17 @@ JB_INLINE const void* row_of(const void* p, int64_t row, int64_t ld, int32_t dty
 JB_INLINE void* row_of(void* p, int64_t row, int64_t ld, int32_t dtype) {
   return (char*)p + row * ld * dtype_size(dtype);
 }
+
+// Few rows are split within the row, so that all threads have work.
+constexpr int64_t PIECE = 512;
+
+struct Piece {
+  int64_t row, start, size;
+};
+
+JB_INLINE int64_t pieces_of(int64_t size) { return (size + PIECE - 1) / PIECE; }
+
+JB_INLINE Piece piece_of(int64_t item, int64_t size) {
+  int64_t pieces = pieces_of(size), start = item % pieces * PIECE;
+  return {item / pieces, start, size - start < PIECE ? size - start : PIECE};
+}
