@@ -9,8 +9,8 @@ import pytest
 from anthropic.types import Message
 
 from tests.serving.conftest import Serve, Served
-from tests.serving.fake_engine import FakeAsyncLLM, FakeTokenizer
-from tests.serving.test_tools import BOTH, CALL, HERMES
+from tests.serving.fake_engine import FakeAsyncLLM
+from tests.serving.test_tools import BOTH, CALL, HERMES, prompt_of
 
 PATH = "/v1/messages"
 TOOL: Any = {"name": "get_weather", "input_schema": {"type": "object", "properties": {}}}
@@ -36,10 +36,6 @@ def client_of(server: Served, key: str = "none") -> anthropic.Anthropic:
 def ask(said: str, **fields: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": f"!say {said}!end"}]
     return {"model": "fake-model", "max_tokens": 1000, "messages": messages} | fields
-
-
-def prompt_of(server: Served) -> str:
-    return FakeTokenizer().decode(server.engine.requests[-1]["ids"])
 
 
 def test_an_answer_has_anthropics_shape(server: Served) -> None:

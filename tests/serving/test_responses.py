@@ -13,9 +13,9 @@ from jubako.entrypoints.server.errors import ServerError
 from jubako.entrypoints.server.response_store import ResponseStore, StoredResponse
 from jubako.entrypoints.server.responses_protocol import ResponseObject
 from tests.serving.conftest import Serve, Served
-from tests.serving.fake_engine import FakeAsyncLLM, FakeTokenizer
+from tests.serving.fake_engine import FakeAsyncLLM
 from tests.serving.test_bad_input import check_error
-from tests.serving.test_tools import BOTH, HERMES
+from tests.serving.test_tools import BOTH, HERMES, prompt_of
 
 PATH = "/v1/responses"
 TOOL: Any = {
@@ -37,10 +37,6 @@ def shared(serve_module: Serve) -> Served:
 def server(shared: Served) -> Served:
     shared.engine.forget()
     return shared
-
-
-def prompt_of(server: Served) -> str:
-    return FakeTokenizer().decode(server.engine.requests[-1]["ids"])
 
 
 def ask(server: Served, said: str, **fields: Any) -> Any:
